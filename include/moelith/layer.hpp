@@ -1,0 +1,140 @@
+// config -> plan -> forward, backward. A plan tells the size of every buffer before anything is allocated; the caller
+// owns all memory (and, on a GPU, the stream). A plan holds no tensor: layers with equal configs may share one.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "moelith/config.hpp"
+#include "moelith/group.hpp"
+#include "moelith/tensor.hpp"
+
+namespace moelith {
+
+enum class DeviceKind : std::uint8_t { cpu, cuda };
+
+struct PlanOptions {
+  std::int64_t max_tokens = 0;      // the largest T of any call on this rank; 0 is allowed (then every call has T = 0)
+  DeviceKind device = DeviceKind::cpu;
+  int workers = 0;                  // CPU threads, or SMs of the GPU; 0: all that the process may use
+  bool recompute = false;           // keep x and the routing table only; backward runs gate_up again
+  Group group = Group::single();
+  // expert_rank[e]: the rank that holds expert e; empty: contiguous, the first E % R ranks hold one more. Local experts
+  // of a rank are numbered in ascending global id.
+  std::vector<std::int32_t> expert_rank;
+
+  // For tests and tuning; results do not depend on any of these.
+  std::int32_t tile_columns = 0;    // width of a GEMM tile; 0: chosen by the plan
+  std::uint64_t shuffle_seed = 0;   // CPU: nonzero takes tiles in a random order among those that are ready
+};
+
+// Weights of the L local experts and the S shared experts. All contiguous, of config.dtype.
+struct Weights {
+  TensorView gate_up_proj;  // [L, 2I, H], rows [gate; up]; [L, I, H] without a gate
+  TensorView gate_up_bias;  // [L, 2I] if config.gate_up_bias
+  TensorView down_proj;     // [L, H, I]
+  TensorView down_bias;     // [L, H] if config.down_bias
+  struct Shared {
+    TensorView gate_up_proj;  // [2 I_s, H]
+    TensorView gate_up_bias;  // [2 I_s]
+    TensorView down_proj;     // [H, I_s]
+    TensorView down_bias;     // [H]
+  };
+  std::vector<Shared> shared;  // S entries
+};
+
+// The inputs of a forward call; backward gets the same ones again. Either router_logits, or topk_ids and topk_weights.
+struct Inputs {
+  TensorView x;                   // [T, H] of config.dtype; rows contiguous, row stride >= H
+  TensorView router_logits;       // [T, E] of config.dtype or of the accumulator dtype
+  TensorView topk_ids;            // [T, k] int32 or int64, global expert ids in [-1, E); -1: an empty slot
+  TensorView topk_weights;        // [T, k] of the accumulator dtype
+  TensorView selection_bias;      // [E] of the accumulator dtype, if router.selection_bias
+  TensorView shared_gate_logits;  // [T, S] of config.dtype or of the accumulator dtype, if any shared expert is gated
+  TensorView num_valid_tokens;    // [1] int32, in the device's memory: rows from it on count as absent (y = 0, dx = 0)
+  std::int64_t num_sequences = 1; // sequence aux loss: T is this many sequences of T / num_sequences tokens
+  Weights weights;
+};
+
+struct Outputs {
+  TensorView y;              // [T, H] of config.dtype
+  TensorView topk_ids;       // optional, [T, k] int32: after capacity, -1 where dropped
+  TensorView topk_weights;   // optional, [T, k] of the accumulator dtype
+  TensorView expert_counts;  // optional, [E] int64: this rank's routes to each expert, after capacity
+  TensorView aux_loss;       // optional, [1] of the accumulator dtype
+  TensorView z_loss;         // optional, [1] of the accumulator dtype
+};
+
+// A gradient to be written, or, with accumulate, added to (main-gradient accumulation: dtype float32, any layer dtype).
+// Of a weight: config.dtype or the accumulator dtype. Not given: not computed.
+struct Gradient {
+  TensorView tensor;
+  bool accumulate = false;
+};
+
+struct WeightGradients {
+  Gradient gate_up_proj, gate_up_bias, down_proj, down_bias;  // shapes as in Weights
+  struct Shared {
+    Gradient gate_up_proj, gate_up_bias, down_proj, down_bias;
+  };
+  std::vector<Shared> shared;  // empty, or S entries
+};
+
+// Upstream gradients; each may be left out, which counts as zero (at least one must be given).
+struct OutputGradients {
+  TensorView y;         // [T, H] of config.dtype; rows contiguous
+  TensorView topk_weights;  // [T, k] of the accumulator dtype: gradient into Outputs::topk_weights
+  TensorView aux_loss;  // [1] of the accumulator dtype
+  TensorView z_loss;    // [1] of the accumulator dtype
+};
+
+struct InputGradients {
+  TensorView x;                   // [T, H] of config.dtype
+  TensorView router_logits;       // [T, E], dtype of the logits
+  TensorView topk_weights;        // [T, k] of the accumulator dtype, when the caller brought the weights
+  TensorView shared_gate_logits;  // [T, S], dtype of those logits
+  WeightGradients weights;
+};
+
+// Bytes, for a call with T tokens. Buffers must be aligned to 256 bytes and need no initialisation.
+struct BufferSizes {
+  std::uint64_t saved = 0;      // one for each forward that awaits its backward; 0 for a forward without gradients
+  std::uint64_t workspace = 0;  // scratch of any one pass; may be shared by all layers of a group
+  std::string formula;          // how `saved` comes about, for people
+};
+
+class Plan {
+ public:
+  // Throws Error(invalid_argument | unsupported). Collective over options.group: every rank calls with an equal config.
+  static Plan create(const LayerConfig& config, const PlanOptions& options);
+
+  const LayerConfig& config() const;
+  const PlanOptions& options() const;
+  std::int32_t num_local_experts() const;                    // L
+  std::vector<std::int32_t> local_experts() const;           // their global ids, ascending
+  BufferSizes buffer_sizes(std::int64_t tokens) const;       // tokens <= max_tokens; monotone in tokens
+
+  // saved: a buffer of buffer_sizes(T).saved bytes that a later backward gets, or null for a forward without
+  // gradients. stream: a cudaStream_t for a GPU plan, otherwise null. Collective over the group.
+  // Throws Error; on invalid_argument nothing was written.
+  void forward(const Inputs& inputs, const Outputs& outputs, void* saved, void* workspace, void* stream = nullptr) const;
+  // May be called several times for one forward (retain_graph): saved is only read.
+  void backward(const Inputs& inputs, const void* saved, const OutputGradients& output_gradients,
+                const InputGradients& input_gradients, void* workspace, void* stream = nullptr) const;
+
+  class Impl;
+  const Impl& impl() const { return *impl_; }
+
+ private:
+  std::shared_ptr<const Impl> impl_;
+  explicit Plan(std::shared_ptr<const Impl> impl) : impl_(std::move(impl)) {}
+};
+
+// The bias update of aux-loss-free balancing (DeepSeek-V3, arXiv 2412.19437 section 2.1.2), in place:
+// bias[e] += rate * sign(mean(counts) - counts[e]). bias: [E] float32 or float64; counts: [E] int64, over whatever
+// batch (and ranks) the caller has summed.
+void update_selection_bias(const TensorView& bias, const TensorView& counts, double rate);
+
+}  // namespace moelith
