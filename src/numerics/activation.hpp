@@ -14,14 +14,14 @@ namespace moelith::numerics {
 // ActivationConfig in a form that travels to a device.
 struct Activation {
   ActivationKind kind = ActivationKind::swiglu;
-  float limit = 7.0f, alpha = 1.702f, up_offset = 1.0f;
+  double limit = 7.0, alpha = 1.702, up_offset = 1.0;
 
   Activation() = default;
   explicit Activation(const ActivationConfig& config)
       : kind(config.kind),
-        limit(static_cast<float>(config.limit)),
-        alpha(static_cast<float>(config.alpha)),
-        up_offset(static_cast<float>(config.up_offset)) {}
+        limit(config.limit),
+        alpha(config.alpha),
+        up_offset(config.up_offset) {}
 };
 
 template <class T>
@@ -42,7 +42,7 @@ MOELITH_HD inline ActivationValue<T> activation(const Activation& parameters, T 
     const T silu = gate * s;
     return {silu * up, up * (s + silu * (T(1) - s)), silu};
   } else if constexpr (Kind == ActivationKind::swiglu_clamped) {
-    const T limit = parameters.limit, alpha = parameters.alpha, offset = parameters.up_offset;
+    const T limit = T(parameters.limit), alpha = T(parameters.alpha), offset = T(parameters.up_offset);
     const T g = gate > limit ? limit : gate;
     const T u = (up > limit ? limit : (up < -limit ? -limit : up)) + offset;
     const T s = sigmoid(alpha * g);
