@@ -1,0 +1,200 @@
+// What a tile waits for and what it raises. Nothing else orders the work of a pass.
+//
+// Counters start every pass at 0 (the last worker of the pass that used them clears them). They lie in three arrays:
+//   local     raised by this rank's workers only;
+//   arrivals  of each rank, raised by every rank that wrote into it. Cleared by their owner at the end of a pass, which is
+//             safe: others raise them only for rows that they pulled from the owner in the next pass, after it began it;
+//   flags     of each rank, each written by one other rank: the number (epoch) of the pass for which something is there.
+//             They only grow and are never cleared.
+//
+// Each output is written exactly once: a tile owns the [rows, columns] rectangle of its stage's output that its indices
+// name; rectangles of one stage do not overlap and cover the whole (tile_order.hpp decodes each index to another tile).
+// Slots: route (t, j) belongs to one expert, so one row; its columns belong to one tile each.
+#pragma once
+
+#include <cstdint>
+
+#include "schedule/extents.hpp"
+#include "schedule/tile.hpp"
+#include "schedule/tile_order.hpp"
+
+namespace moelith::schedule {
+
+// Offsets into the three counter arrays of a rank.
+struct CounterMap {
+  // local
+  std::int64_t layout_ready, collected, dispatched, gate_up_done, down_dgrad_done, local_size;
+  // arrivals
+  std::int64_t rows_arrived, dprob_arrived, arrivals_size;
+  // flags
+  std::int64_t table_ready, chunk_ready, flags_size;
+
+  static MOELITH_HD CounterMap of(const Sizes& sizes) {
+    CounterMap map{};
+    const std::int64_t blocks = sizes.max_row_blocks + sizes.shared_experts * sizes.shared_row_blocks();
+    map.layout_ready = 0;
+    map.collected = 1;
+    map.dispatched = map.collected + sizes.local_experts;
+    map.gate_up_done = map.dispatched + (sizes.ranks > 1 ? sizes.ranks * sizes.max_chunks : 0);
+    map.down_dgrad_done = map.gate_up_done + blocks;
+    map.local_size = map.down_dgrad_done + blocks;
+    map.rows_arrived = 0;
+    map.dprob_arrived = sizes.hidden_tiles();
+    map.arrivals_size = map.dprob_arrived + 1;
+    map.table_ready = 0;
+    map.chunk_ready = sizes.ranks;
+    map.flags_size = map.chunk_ready + sizes.ranks * sizes.max_chunks;
+    return map;
+  }
+};
+
+// Index of a row block among the per-block counters: routed blocks first, then those of the shared experts.
+MOELITH_HD inline std::int64_t block_index(const Pass& pass, std::int32_t slot, std::int64_t row_block) {
+  if (!pass.sizes.is_shared(slot)) return pass.layout.block_begin[slot] + row_block;
+  return pass.sizes.max_row_blocks + (slot - pass.sizes.local_experts) * pass.sizes.shared_row_blocks() + row_block;
+}
+
+// Row blocks, here and on other ranks, whose rows end up in this rank's slots.
+MOELITH_HD inline std::int64_t arriving_blocks(const Pass& pass) {
+  return *pass.layout.arrivals +
+         pass.sizes.shared_experts * ceil_div(*pass.layout.valid_tokens, pass.sizes.tile.row_block);
+}
+
+enum class CounterArray : std::uint8_t { local, arrivals, flags };
+
+// Counters [begin, begin + count) of this rank must each have reached `target`; for flags: the epoch of this pass.
+struct Wait {
+  CounterArray array;
+  std::int64_t begin, count, target;
+  std::int32_t from;  // the rank whose doing is awaited, for error texts; -1: several
+};
+
+// Counter `index` of rank `rank` goes up by 1; a flag is set to the epoch of this pass.
+struct Signal {
+  CounterArray array;
+  std::int32_t rank;
+  std::int64_t index;
+};
+
+// Calls wait(Wait) for all that a tile needs. Each must be satisfied before `wait` returns: what follows may read what
+// it guards.
+template <class F>
+MOELITH_HD void for_each_wait(const Pass& pass, const CounterMap& map, const Tile& tile, F&& wait) {
+  const Sizes& sizes = pass.sizes;
+  const bool shared = sizes.is_shared(tile.expert);
+  auto local = [&](std::int64_t begin, std::int64_t count, std::int64_t target) {
+    wait(Wait{CounterArray::local, begin, count, target, sizes.rank});
+  };
+  // The dispatched chunks that the rows of a block come from. Rows are in token order, so they form a range per rank.
+  auto dispatched_rows = [&] {
+    if (sizes.ranks == 1 || shared) return;
+    if (sizes.direction == Direction::forward) local(map.collected + tile.expert, 1, 1);
+    const RowRange rows = tile_rows(pass, tile);
+    for (std::int32_t r = 0; r < sizes.ranks; ++r) {
+      const std::int64_t begin = max_of(rows.begin, pass.source_begin(tile.expert, r));
+      const std::int64_t end = min_of(rows.end, pass.source_begin(tile.expert, r + 1));
+      if (r == sizes.rank || begin >= end) continue;
+      const std::int64_t first = pass.layout.row_route[begin] / sizes.top_k / sizes.chunk_tokens;
+      const std::int64_t last = pass.layout.row_route[end - 1] / sizes.top_k / sizes.chunk_tokens;
+      local(map.dispatched + r * sizes.max_chunks + first, last - first + 1, 1);
+    }
+  };
+  switch (tile.stage) {
+    case Stage::publish: break;
+    case Stage::layout:
+      for (std::int32_t r = 0; r < sizes.ranks; ++r) {
+        if (r != sizes.rank) wait(Wait{CounterArray::flags, map.table_ready + r, 1, 0, r});
+      }
+      break;
+    case Stage::collect: break;  // after the layout, which has seen all tables
+    case Stage::dispatch:
+      wait(Wait{CounterArray::flags, map.chunk_ready + tile.expert * sizes.max_chunks + tile.row_block, 1, 0, tile.expert});
+      break;
+    case Stage::gate_up:
+      // In backward x was kept by forward; the pre-activation alone is made anew.
+      if (sizes.direction == Direction::forward) dispatched_rows();
+      break;
+    case Stage::down:
+      local(map.gate_up_done + block_index(pass, tile.expert, tile.row_block), 1, sizes.intermediate_tiles(tile.expert));
+      break;
+    case Stage::down_dgrad:
+      dispatched_rows();
+      if (sizes.recompute) {
+        local(map.gate_up_done + block_index(pass, tile.expert, tile.row_block), 1, sizes.intermediate_tiles(tile.expert));
+      }
+      break;
+    case Stage::gate_up_dgrad:
+      local(map.down_dgrad_done + block_index(pass, tile.expert, tile.row_block), 1, sizes.intermediate_tiles(tile.expert));
+      break;
+    case Stage::gate_up_wgrad:
+    case Stage::down_wgrad:
+    case Stage::gate_up_bias_grad:
+    case Stage::down_bias_grad: {
+      const std::int64_t blocks = ceil_div(pass.expert_rows(tile.expert).size(), sizes.tile.row_block);
+      if (blocks > 0) {
+        local(map.down_dgrad_done + block_index(pass, tile.expert, 0), blocks, sizes.intermediate_tiles(tile.expert));
+      }
+      break;
+    }
+    case Stage::combine: {
+      const std::int64_t blocks = arriving_blocks(pass);
+      const bool rows = sizes.direction == Direction::forward || sizes.want_dx;
+      if (rows) wait(Wait{CounterArray::arrivals, map.rows_arrived + tile.column_block, 1, blocks, -1});
+      if (sizes.direction == Direction::backward && tile.column_block == 0) {
+        // Every block of every expert raises it once per column tile of its width.
+        std::int64_t target = *pass.layout.arrivals * ceil_div(sizes.intermediate_size, sizes.tile.columns);
+        for (std::int32_t s = 0; s < sizes.shared_experts; ++s) {
+          target += ceil_div(*pass.layout.valid_tokens, sizes.tile.row_block) *
+                    sizes.intermediate_tiles(sizes.local_experts + s);
+        }
+        wait(Wait{CounterArray::arrivals, map.dprob_arrived, 1, target, -1});
+      }
+      break;
+    }
+  }
+}
+
+// Calls raise(Signal) for all that a finished tile raises.
+template <class F>
+MOELITH_HD void for_each_signal(const Pass& pass, const CounterMap& map, const Tile& tile, F&& raise) {
+  const Sizes& sizes = pass.sizes;
+  auto local = [&](std::int64_t index) { raise(Signal{CounterArray::local, sizes.rank, index}); };
+  // Raises an arrival counter of each rank that owns a row of the block.
+  auto arrivals = [&](std::int64_t index) {
+    if (sizes.ranks == 1 || sizes.is_shared(tile.expert)) {
+      raise(Signal{CounterArray::arrivals, sizes.rank, index});
+      return;
+    }
+    const RowRange rows = tile_rows(pass, tile);
+    for (std::int32_t r = 0; r < sizes.ranks; ++r) {
+      const std::int64_t begin = max_of(rows.begin, pass.source_begin(tile.expert, r));
+      const std::int64_t end = min_of(rows.end, pass.source_begin(tile.expert, r + 1));
+      if (begin < end) raise(Signal{CounterArray::arrivals, r, index});
+    }
+  };
+  switch (tile.stage) {
+    case Stage::publish:
+      for (std::int32_t r = 0; r < sizes.ranks; ++r) {
+        if (r == sizes.rank) continue;
+        raise(Signal{CounterArray::flags, r, map.chunk_ready + sizes.rank * sizes.max_chunks + tile.row_block});
+      }
+      break;
+    case Stage::layout: local(map.layout_ready); break;
+    case Stage::collect: local(map.collected + tile.expert); break;
+    case Stage::dispatch: local(map.dispatched + tile.expert * sizes.max_chunks + tile.row_block); break;
+    case Stage::gate_up: local(map.gate_up_done + block_index(pass, tile.expert, tile.row_block)); break;
+    case Stage::down: arrivals(map.rows_arrived + tile.column_block); break;
+    case Stage::down_dgrad:
+      local(map.down_dgrad_done + block_index(pass, tile.expert, tile.row_block));
+      arrivals(map.dprob_arrived);
+      break;
+    case Stage::gate_up_dgrad: arrivals(map.rows_arrived + tile.column_block); break;
+    case Stage::combine:
+    case Stage::gate_up_wgrad:
+    case Stage::down_wgrad:
+    case Stage::gate_up_bias_grad:
+    case Stage::down_bias_grad: break;
+  }
+}
+
+}  // namespace moelith::schedule
