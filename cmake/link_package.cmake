@@ -1,0 +1,16 @@
+# cmake -DSOURCE=<python/moelith> -DTARGET=<build>/python/moelith -P link_package.cmake
+# Makes TARGET a folder of links to the entries of SOURCE; removes links whose entry is gone.
+file(MAKE_DIRECTORY ${TARGET})
+file(GLOB old LIST_DIRECTORIES true ${TARGET}/*)
+foreach(entry IN LISTS old)
+  if(IS_SYMLINK ${entry} AND NOT EXISTS ${entry})
+    file(REMOVE ${entry})
+  endif()
+endforeach()
+file(GLOB entries LIST_DIRECTORIES true ${SOURCE}/*)
+foreach(entry IN LISTS entries)
+  cmake_path(GET entry FILENAME name)
+  if(NOT name MATCHES "^(_binding|__pycache__)$")
+    file(CREATE_LINK ${entry} ${TARGET}/${name} SYMBOLIC)
+  endif()
+endforeach()
