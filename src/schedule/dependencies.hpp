@@ -76,19 +76,19 @@ struct Signal {
   std::int64_t index;
 };
 
-// Calls wait(Wait) for all that a tile needs. Each must be satisfied before `wait` returns: what follows may read what
-// it guards.
+// Calls wait(Wait) for all that a tile needs, one after the other, until one returns false; returns whether all were
+// true. A wait that returns true has been satisfied: what follows reads what it guards.
 template <class F>
-MOELITH_HD void for_each_wait(const Pass& pass, const CounterMap& map, const Tile& tile, F&& wait) {
+MOELITH_HD bool for_each_wait(const Pass& pass, const CounterMap& map, const Tile& tile, F&& wait) {
   const Sizes& sizes = pass.sizes;
   const bool shared = sizes.is_shared(tile.expert);
-  auto local = [&](std::int64_t begin, std::int64_t count, std::int64_t target) {
-    wait(Wait{CounterArray::local, begin, count, target, sizes.rank});
+  auto local = [&](std::int64_t begin, std::int64_t count, std::int64_t target) -> bool {
+    return wait(Wait{CounterArray::local, begin, count, target, sizes.rank});
   };
   // The dispatched chunks that the rows of a block come from. Rows are in token order, so they form a range per rank.
-  auto dispatched_rows = [&] {
-    if (sizes.ranks == 1 || shared) return;
-    if (sizes.direction == Direction::forward) local(map.collected + tile.expert, 1, 1);
+  auto dispatched_rows = [&]() -> bool {
+    if (sizes.ranks == 1 || shared) return true;
+    if (sizes.direction == Direction::forward && !local(map.collected + tile.expert, 1, 1)) return false;
     const RowRange rows = tile_rows(pass, tile);
     for (std::int32_t r = 0; r < sizes.ranks; ++r) {
       const std::int64_t begin = max_of(rows.begin, pass.source_begin(tile.expert, r));
@@ -96,50 +96,42 @@ MOELITH_HD void for_each_wait(const Pass& pass, const CounterMap& map, const Til
       if (r == sizes.rank || begin >= end) continue;
       const std::int64_t first = pass.layout.row_route[begin] / sizes.top_k / sizes.chunk_tokens;
       const std::int64_t last = pass.layout.row_route[end - 1] / sizes.top_k / sizes.chunk_tokens;
-      local(map.dispatched + r * sizes.max_chunks + first, last - first + 1, 1);
+      if (!local(map.dispatched + r * sizes.max_chunks + first, last - first + 1, 1)) return false;
     }
+    return true;
+  };
+  auto block_done = [&](std::int64_t counters) -> bool {  // all column tiles of the earlier stage, for this row block
+    return local(counters + block_index(pass, tile.expert, tile.row_block), 1, sizes.intermediate_tiles(tile.expert));
   };
   switch (tile.stage) {
-    case Stage::publish: break;
+    case Stage::publish: return true;
     case Stage::layout:
       for (std::int32_t r = 0; r < sizes.ranks; ++r) {
-        if (r != sizes.rank) wait(Wait{CounterArray::flags, map.table_ready + r, 1, 0, r});
+        if (r != sizes.rank && !wait(Wait{CounterArray::flags, map.table_ready + r, 1, 0, r})) return false;
       }
-      break;
-    case Stage::collect: break;  // after the layout, which has seen all tables
+      return true;
+    case Stage::collect: return true;  // after the layout, which has seen all tables
     case Stage::dispatch:
-      wait(Wait{CounterArray::flags, map.chunk_ready + tile.expert * sizes.max_chunks + tile.row_block, 1, 0, tile.expert});
-      break;
+      return wait(
+          Wait{CounterArray::flags, map.chunk_ready + tile.expert * sizes.max_chunks + tile.row_block, 1, 0, tile.expert});
     case Stage::gate_up:
       // In backward x was kept by forward; the pre-activation alone is made anew.
-      if (sizes.direction == Direction::forward) dispatched_rows();
-      break;
-    case Stage::down:
-      local(map.gate_up_done + block_index(pass, tile.expert, tile.row_block), 1, sizes.intermediate_tiles(tile.expert));
-      break;
-    case Stage::down_dgrad:
-      dispatched_rows();
-      if (sizes.recompute) {
-        local(map.gate_up_done + block_index(pass, tile.expert, tile.row_block), 1, sizes.intermediate_tiles(tile.expert));
-      }
-      break;
-    case Stage::gate_up_dgrad:
-      local(map.down_dgrad_done + block_index(pass, tile.expert, tile.row_block), 1, sizes.intermediate_tiles(tile.expert));
-      break;
+      return sizes.direction == Direction::backward || dispatched_rows();
+    case Stage::down: return block_done(map.gate_up_done);
+    case Stage::down_dgrad: return dispatched_rows() && (!sizes.recompute || block_done(map.gate_up_done));
+    case Stage::gate_up_dgrad: return block_done(map.down_dgrad_done);
     case Stage::gate_up_wgrad:
     case Stage::down_wgrad:
     case Stage::gate_up_bias_grad:
     case Stage::down_bias_grad: {
       const std::int64_t blocks = ceil_div(pass.expert_rows(tile.expert).size(), sizes.tile.row_block);
-      if (blocks > 0) {
-        local(map.down_dgrad_done + block_index(pass, tile.expert, 0), blocks, sizes.intermediate_tiles(tile.expert));
-      }
-      break;
+      return blocks == 0 || local(map.down_dgrad_done + block_index(pass, tile.expert, 0), blocks,
+                                  sizes.intermediate_tiles(tile.expert));
     }
     case Stage::combine: {
       const std::int64_t blocks = arriving_blocks(pass);
       const bool rows = sizes.direction == Direction::forward || sizes.want_dx;
-      if (rows) wait(Wait{CounterArray::arrivals, map.rows_arrived + tile.column_block, 1, blocks, -1});
+      if (rows && !wait(Wait{CounterArray::arrivals, map.rows_arrived + tile.column_block, 1, blocks, -1})) return false;
       if (sizes.direction == Direction::backward && tile.column_block == 0) {
         // Every block of every expert raises it once per column tile of its width.
         std::int64_t target = *pass.layout.arrivals * ceil_div(sizes.intermediate_size, sizes.tile.columns);
@@ -147,11 +139,12 @@ MOELITH_HD void for_each_wait(const Pass& pass, const CounterMap& map, const Til
           target += ceil_div(*pass.layout.valid_tokens, sizes.tile.row_block) *
                     sizes.intermediate_tiles(sizes.local_experts + s);
         }
-        wait(Wait{CounterArray::arrivals, map.dprob_arrived, 1, target, -1});
+        return wait(Wait{CounterArray::arrivals, map.dprob_arrived, 1, target, -1});
       }
-      break;
+      return true;
     }
   }
+  return true;
 }
 
 // Calls raise(Signal) for all that a finished tile raises.

@@ -1,0 +1,31 @@
+#include "moelith/group.hpp"
+
+#include "moelith/tensor.hpp"
+#include "schedule/extents.hpp"
+#include "transport/transport.hpp"
+
+namespace moelith {
+
+Group Group::single() { return Group(transport::make_single()); }
+
+std::vector<Group> Group::threads(int ranks) {
+  if (ranks < 1 || ranks > schedule::max_ranks) {
+    throw Error(Status::invalid_argument, "ranks: got " + std::to_string(ranks) + ", accepted are 1 to " +
+                                              std::to_string(schedule::max_ranks));
+  }
+  std::vector<Group> groups;
+  if (ranks == 1) return {Group::single()};
+  for (auto& transport : transport::make_threads(ranks)) groups.emplace_back(std::move(transport));
+  return groups;
+}
+
+int Group::rank() const { return transport_->rank(); }
+int Group::size() const { return transport_->size(); }
+void Group::set_timeout(std::chrono::milliseconds limit) {
+  if (limit.count() <= 0) {
+    throw Error(Status::invalid_argument, "limit: got " + std::to_string(limit.count()) + " ms, accepted are positive times");
+  }
+  transport_->set_timeout(limit);
+}
+
+}  // namespace moelith

@@ -1,0 +1,65 @@
+// What ranks of a group share: symmetric memory (the same buffer on each rank, addressable from each), counters that
+// every rank may raise (arrivals), and flags that carry the number of a pass (schedule/dependencies.hpp says how the
+// last two are used). Set-up calls are collective; everything else happens by plain loads, stores and atomics.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace moelith::transport {
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+  Transport(const Transport&) = delete;
+  Transport& operator=(const Transport&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+
+  // Collective. Every rank's value, by rank. Throws Error(timed_out) naming the ranks that did not come.
+  virtual std::vector<std::int64_t> all_gather(std::int64_t value) = 0;
+  // Collective, outside of passes. Makes each rank's symmetric memory at least that large (bytes; numbers of counters);
+  // addresses may change, contents are lost, arrivals and flags are 0. Memory never shrinks.
+  virtual void reserve(std::uint64_t bytes, std::int64_t arrivals, std::int64_t flags) = 0;
+
+  // Of any rank; valid until the next reserve. Memory is aligned to 256 bytes.
+  virtual std::byte* memory(int rank) const = 0;
+  virtual std::uint64_t* arrivals(int rank) const = 0;  // reached with std::atomic_ref
+  virtual std::uint64_t* flags(int rank) const = 0;     // likewise
+
+  // Every pass of the group has a number, the same on all ranks since all run the same passes in the same order.
+  std::uint64_t begin_pass() { return ++epoch_; }
+  // Forward passes alternate between two routing tables: a rank may still read the last one of a rank that has gone on.
+  int begin_table() { return table_ ^= 1; }
+
+  std::chrono::milliseconds timeout() const { return timeout_; }
+  void set_timeout(std::chrono::milliseconds limit) { timeout_ = limit; }
+
+  // After a failed pass nobody knows what the others wrote: the group refuses further use, with the first reason.
+  virtual void fail(const std::string& reason) = 0;
+  virtual bool failed() const = 0;
+  // Throws Error(timed_out) with that reason if the group has failed.
+  virtual void require_usable() const = 0;
+
+ protected:
+  Transport(int rank, int size) : rank_(rank), size_(size) {}
+
+ private:
+  int rank_, size_;
+  std::uint64_t epoch_ = 0;
+  int table_ = 0;
+  std::chrono::milliseconds timeout_{60000};
+};
+
+// One rank: no symmetric memory, no counters.
+std::shared_ptr<Transport> make_single();
+// `ranks` ranks on threads of this process.
+std::vector<std::shared_ptr<Transport>> make_threads(int ranks);
+
+}  // namespace moelith::transport
