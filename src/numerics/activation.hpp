@@ -36,7 +36,7 @@ struct ActivationValue {
 // At a clamp's boundary the derivative is that of the inside (gate == limit passes its gradient; so does |up| == limit),
 // as torch.clamp has it; relu_squared has derivative 0 at 0.
 template <ActivationKind Kind, class T>
-MOELITH_HD inline ActivationValue<T> activation(const Activation& parameters, T gate, T up) {
+MOELITH_HD_INLINE ActivationValue<T> activation(const Activation& parameters, T gate, T up) {
   if constexpr (Kind == ActivationKind::swiglu) {
     const T s = sigmoid(gate);
     const T silu = gate * s;
@@ -69,7 +69,7 @@ MOELITH_HD inline ActivationValue<T> activation(const Activation& parameters, T 
 
 // Calls `f` with the kind as a compile-time constant: f.template operator()<Kind>().
 template <class F>
-MOELITH_HD inline void with_activation_kind(ActivationKind kind, F&& f) {
+MOELITH_HD_INLINE void with_activation_kind(ActivationKind kind, F&& f) {
   switch (kind) {
     case ActivationKind::swiglu: f.template operator()<ActivationKind::swiglu>(); break;
     case ActivationKind::swiglu_clamped: f.template operator()<ActivationKind::swiglu_clamped>(); break;

@@ -13,7 +13,7 @@ struct bfloat16 {
 };
 static_assert(sizeof(bfloat16) == 2);
 
-MOELITH_HD inline float to_float(bfloat16 value) {
+MOELITH_HD_INLINE float to_float(bfloat16 value) {
   std::uint32_t bits = static_cast<std::uint32_t>(value.bits) << 16;
   float result;
   std::memcpy(&result, &bits, sizeof result);
@@ -22,7 +22,7 @@ MOELITH_HD inline float to_float(bfloat16 value) {
 
 // Round to nearest, ties to even; overflow goes to infinity. A NaN stays a NaN (its top payload bit is set, so that
 // cutting the low half cannot turn it into an infinity).
-MOELITH_HD inline bfloat16 to_bfloat16(float value) {
+MOELITH_HD_INLINE bfloat16 to_bfloat16(float value) {
   std::uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
   const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
@@ -39,22 +39,22 @@ template <class Storage>
 using accumulator_t = typename AccumulatorOf<Storage>::type;
 
 // load: storage -> accumulator, exact. store: accumulator -> storage, rounded once.
-MOELITH_HD inline float load(bfloat16 value) { return to_float(value); }
-MOELITH_HD inline float load(float value) { return value; }
-MOELITH_HD inline double load(double value) { return value; }
+MOELITH_HD_INLINE float load(bfloat16 value) { return to_float(value); }
+MOELITH_HD_INLINE float load(float value) { return value; }
+MOELITH_HD_INLINE double load(double value) { return value; }
 
 template <class Storage>
-MOELITH_HD inline Storage store(accumulator_t<Storage> value) {
+MOELITH_HD_INLINE Storage store(accumulator_t<Storage> value) {
   return static_cast<Storage>(value);
 }
 template <>
-MOELITH_HD inline bfloat16 store<bfloat16>(float value) {
+MOELITH_HD_INLINE bfloat16 store<bfloat16>(float value) {
   return to_bfloat16(value);
 }
 
 // The value as it comes back from storage.
 template <class Storage>
-MOELITH_HD inline accumulator_t<Storage> rounded(accumulator_t<Storage> value) {
+MOELITH_HD_INLINE accumulator_t<Storage> rounded(accumulator_t<Storage> value) {
   return load(store<Storage>(value));
 }
 

@@ -13,7 +13,7 @@ namespace moelith::numerics {
 // exp for float, error below 2 units in the last place. Results below the smallest normal number become 0 and results
 // above the largest finite one infinity; NaN stays NaN.
 // Method: x = n ln2 + r with |r| <= ln2 / 2 (Cody and Waite, ln2 in two parts), a polynomial for exp(r), then 2^n.
-MOELITH_HD inline float exp(float x) {
+MOELITH_HD_INLINE float exp(float x) {
   constexpr float log2e = 1.44269504088896341f;
   constexpr float ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
   constexpr float lowest = -87.3365447f, highest = 88.7228391f;
@@ -41,18 +41,18 @@ MOELITH_HD inline float exp(float x) {
   const float value = p * first * second;
   return x < lowest ? 0.0f : (x > highest ? INFINITY : (x != x ? x : value));
 }
-MOELITH_HD inline double exp(double x) { return std::exp(x); }
+MOELITH_HD_INLINE double exp(double x) { return std::exp(x); }
 
 // 1 / (1 + e^-x), written so that neither side overflows.
 template <class T>
-MOELITH_HD inline T sigmoid(T x) {
+MOELITH_HD_INLINE T sigmoid(T x) {
   const T e = exp(x < T(0) ? x : -x);  // in (0, 1]
   const T numerator = x < T(0) ? e : T(1);
   return numerator / (T(1) + e);
 }
 
 template <class T>
-MOELITH_HD inline T tanh(T x) {
+MOELITH_HD_INLINE T tanh(T x) {
   // 1 - 2 / (e^2|x| + 1); small arguments lose nothing that gelu would notice (its tanh is added to 1).
   const T magnitude = x < T(0) ? -x : x;
   const T e = exp(T(-2) * magnitude);
@@ -60,7 +60,7 @@ MOELITH_HD inline T tanh(T x) {
   return x < T(0) ? -t : t;
 }
 
-MOELITH_HD inline float erf(float x) { return ::erff(x); }
-MOELITH_HD inline double erf(double x) { return ::erf(x); }
+MOELITH_HD_INLINE float erf(float x) { return ::erff(x); }
+MOELITH_HD_INLINE double erf(double x) { return ::erf(x); }
 
 }  // namespace moelith::numerics

@@ -1,0 +1,243 @@
+// Tiles around a matrix product, and the bias gradients.
+#include <algorithm>
+
+#include "executors/cpu/pass_data.hpp"
+#include "schedule/tile_order.hpp"
+
+namespace moelith::executors::cpu {
+namespace {
+
+using schedule::Direction;
+using schedule::RowRange;
+using schedule::Stage;
+using schedule::Tile;
+
+template <class Storage>
+struct GemmTile {
+  using T = numerics::accumulator_t<Storage>;
+  using Matrix = Operand<Storage>;
+  static constexpr auto along_k = Matrix::Order::k_contiguous;
+  static constexpr auto along_rows = Matrix::Order::row_contiguous;
+
+  const PassData<Storage>& data;
+  const Tile& tile;
+  WorkerMemory<Storage>& memory;
+  const RowKernels<Storage>& kernels = row_kernels<Storage>();
+  const schedule::Sizes& sizes = data.pass.sizes;
+  const typename PassData<Storage>::Slot& slot = data.slots[tile.expert];
+  const bool shared = sizes.is_shared(tile.expert);
+  const std::int64_t hidden = sizes.hidden_size;
+  const std::int64_t width = sizes.width(tile.expert);               // I of this expert
+  const std::int64_t pre_width = sizes.gate_up_factor * width;       // F I
+
+  // Pointers to the rows [rows.begin, rows.end) of x or dY, shifted by `column`.
+  const Storage* const* token_rows(RowRange rows, bool of_x, std::int64_t column, int list) {
+    const Storage* own = of_x ? data.x : data.dy;
+    const std::int64_t stride = of_x ? data.x_stride : data.dy_stride;
+    auto& pointers = memory.pointers[list];
+    pointers.resize(rows.size());
+    if (shared) {
+      for (std::int64_t i = 0; i < rows.size(); ++i) pointers[i] = own + (rows.begin + i) * stride + column;
+      return pointers.data();
+    }
+    const Storage* received = of_x ? data.received_x : data.received_dy;
+    for (std::int32_t r = 0; r < sizes.ranks; ++r) {
+      const std::int64_t begin = std::max(rows.begin, data.pass.source_begin(tile.expert, r));
+      const std::int64_t end = std::min(rows.end, data.pass.source_begin(tile.expert, r + 1));
+      const bool mine = r == sizes.rank;
+      const Storage* base = mine ? own : received + r * sizes.max_chunks * sizes.chunk_tokens * hidden;
+      for (std::int64_t row = begin; row < end; ++row) {
+        const std::int64_t token = data.pass.layout.row_route[row] / sizes.top_k;
+        pointers[row - rows.begin] = base + token * (mine ? stride : hidden) + column;
+      }
+    }
+    return pointers.data();
+  }
+
+  T* product(std::int64_t m, std::int64_t n) {
+    if (static_cast<std::int64_t>(memory.product.size()) < m * n) memory.product.resize(m * n);
+    return memory.product.data();
+  }
+
+  // Where a row's columns of H go for its token: the slot of its route at its rank, or the shared expert's row.
+  Storage* destination(std::int64_t row, std::int32_t& rank, std::int64_t column) const {
+    if (shared) return data.shared_rows[tile.expert - sizes.local_experts] + row * hidden + column;
+    while (row >= data.pass.source_begin(tile.expert, rank + 1)) ++rank;
+    return data.route_rows[rank] + std::int64_t(data.pass.layout.row_route[row]) * hidden + column;
+  }
+
+  void gate_up() {
+    const RowRange rows = tile_rows(data.pass, tile);
+    const std::int64_t m = rows.size(), column = tile.column_block * std::int64_t(sizes.tile.columns);
+    const std::int64_t n = std::min<std::int64_t>(sizes.tile.columns, width - column);
+    const bool gated = sizes.gate_up_factor == 2;
+    // Gate columns, then the up columns that belong to them.
+    auto& weights = memory.pointers[1];
+    weights.resize(sizes.gate_up_factor * n);
+    for (std::int64_t i = 0; i < n; ++i) {
+      weights[i] = slot.gate_up_proj + (column + i) * hidden;
+      if (gated) weights[n + i] = weights[i] + width * hidden;
+    }
+    const std::int64_t ld = sizes.gate_up_factor * n;
+    T* pre = product(m, ld);
+    gemm(Matrix::gathered(along_k, token_rows(rows, true, 0, 0)), Matrix::gathered(along_k, weights.data()), m, ld, hidden,
+         pre, ld, false, memory.scratch);
+    const bool forward = sizes.direction == Direction::forward;
+    const bool weighted = !data.weight_after_down(tile.expert);
+    for (std::int64_t i = 0; i < m; ++i) {
+      const std::int64_t row = rows.begin + i;
+      Storage* z = slot.pre_activation ? slot.pre_activation + row * pre_width + column : nullptr;
+      const Storage* bias = slot.gate_up_bias ? slot.gate_up_bias + column : nullptr;
+      if (!forward) {  // recomputing: the pre-activation alone
+        kernels.store(pre + i * ld, bias, z, n);
+        if (gated) kernels.store(pre + i * ld + n, bias ? bias + width : nullptr, z + width, n);
+        continue;
+      }
+      kernels.activate(data.activation,
+                       {pre + i * ld, pre + i * ld + n, bias, bias ? bias + width : nullptr, z, z ? z + width : nullptr,
+                        slot.activated + row * width + column, weighted ? data.weight(tile.expert, row) : T(1)},
+                       n);
+    }
+  }
+
+  // out[rows, H tile] = left[rows, k] * right, into the tokens' slots.
+  void rows_to_slots(const Storage* left, std::int64_t k, const Matrix& right, const Storage* bias) {
+    const RowRange rows = tile_rows(data.pass, tile);
+    const std::int64_t column = tile.column_block * std::int64_t(sizes.tile.columns);
+    const std::int64_t n = std::min<std::int64_t>(sizes.tile.columns, hidden - column);
+    T* sum = product(rows.size(), n);
+    gemm(Matrix::strided(along_k, left + rows.begin * k, k), right, rows.size(), n, k, sum, n, false, memory.scratch);
+    std::int32_t rank = 0;
+    for (std::int64_t i = 0; i < rows.size(); ++i) {
+      kernels.store(sum + i * n, bias ? bias + column : nullptr, destination(rows.begin + i, rank, column), n);
+    }
+  }
+  void down() {
+    const std::int64_t column = tile.column_block * std::int64_t(sizes.tile.columns);
+    rows_to_slots(slot.activated, width, Matrix::strided(along_k, slot.down_proj + column * width, width), slot.down_bias);
+  }
+  void gate_up_dgrad() {
+    const std::int64_t column = tile.column_block * std::int64_t(sizes.tile.columns);
+    rows_to_slots(slot.d_pre_activation, pre_width, Matrix::strided(along_rows, slot.gate_up_proj + column, hidden), nullptr);
+  }
+
+  void down_dgrad() {
+    const RowRange rows = tile_rows(data.pass, tile);
+    const std::int64_t m = rows.size(), column = tile.column_block * std::int64_t(sizes.tile.columns);
+    const std::int64_t n = std::min<std::int64_t>(sizes.tile.columns, width - column);
+    T* d_a = product(m, n);
+    const Storage* const* dy = token_rows(rows, false, 0, 0);
+    gemm(Matrix::gathered(along_k, dy), Matrix::strided(along_rows, slot.down_proj + column, width), m, n, hidden, d_a, n,
+         false, memory.scratch);
+    const std::int64_t groups = data.dprob_groups(tile.expert);
+    const bool after_down = data.weight_after_down(tile.expert);
+    std::int32_t rank = 0;
+    for (std::int64_t i = 0; i < m; ++i) {
+      const std::int64_t row = rows.begin + i;
+      T* dprob;
+      if (shared) {
+        dprob = data.shared_dprob[tile.expert - sizes.local_experts] + row * groups;
+      } else {
+        while (row >= data.pass.source_begin(tile.expert, rank + 1)) ++rank;
+        dprob = data.route_dprob[rank] + data.pass.layout.row_route[row] * groups;
+      }
+      const Storage* z = slot.pre_activation + row * pre_width + column;
+      Storage* dz = slot.d_pre_activation ? slot.d_pre_activation + row * pre_width + column : nullptr;
+      kernels.activate_backward(data.activation,
+                                {d_a + i * n, z, z + width, dz, dz ? dz + width : nullptr,
+                                 slot.activated ? slot.activated + row * width + column : nullptr, dprob + column / sum_group,
+                                 data.weight(tile.expert, row), after_down},
+                                n);
+      // y = p (W a + b): the bias has its share in dprob, unless p multiplies before it.
+      if (slot.down_bias && tile.column_block == 0) {
+        dprob[groups - 1] = after_down ? kernels.dot(dy[i], slot.down_bias, hidden) : T(0);
+      }
+    }
+  }
+
+  // Rows of a weight gradient tile, from `sum` into the caller's tensor [.., ld].
+  void store_gradient(const typename PassData<Storage>::Slot::Target& target, const T* sum, std::int64_t m, std::int64_t n,
+                      std::int64_t first_row, std::int64_t first_column, std::int64_t ld) {
+    for (std::int64_t i = 0; i < m; ++i) {
+      char* out = static_cast<char*>(target.data) + ((first_row + i) * ld + first_column) * std::int64_t(size_of(target.dtype));
+      kernels.store_gradient(sum + i * n, out, target.dtype, target.accumulate, n);
+    }
+  }
+
+  void gate_up_wgrad() {
+    const RowRange rows = data.pass.expert_rows(tile.expert);
+    if (rows.size() == 0 && slot.gate_up_grad.accumulate) return;
+    const std::int64_t i0 = tile.row_block * sizes.tile.wgrad_rows, j0 = tile.column_block * std::int64_t(sizes.tile.wgrad_columns);
+    const std::int64_t m = std::min<std::int64_t>(sizes.tile.wgrad_rows, pre_width - i0);
+    const std::int64_t n = std::min<std::int64_t>(sizes.tile.wgrad_columns, hidden - j0);
+    T* sum = product(m, n);
+    gemm(Matrix::strided(along_rows, slot.d_pre_activation + rows.begin * pre_width + i0, pre_width),
+         Matrix::gathered(along_rows, token_rows(rows, true, j0, 1)), m, n, rows.size(), sum, n, false, memory.scratch);
+    store_gradient(slot.gate_up_grad, sum, m, n, i0, j0, hidden);
+  }
+
+  void down_wgrad() {
+    const RowRange rows = data.pass.expert_rows(tile.expert);
+    if (rows.size() == 0 && slot.down_grad.accumulate) return;
+    const std::int64_t i0 = tile.row_block * sizes.tile.wgrad_rows, j0 = tile.column_block * std::int64_t(sizes.tile.wgrad_columns);
+    const std::int64_t m = std::min<std::int64_t>(sizes.tile.wgrad_rows, hidden - i0);
+    const std::int64_t n = std::min<std::int64_t>(sizes.tile.wgrad_columns, width - j0);
+    T* sum = product(m, n);
+    gemm(Matrix::gathered(along_rows, token_rows(rows, false, i0, 0)),
+         Matrix::strided(along_rows, slot.activated + rows.begin * width + j0, width), m, n, rows.size(), sum, n, false,
+         memory.scratch);
+    store_gradient(slot.down_grad, sum, m, n, i0, j0, width);
+  }
+
+  // Sum over the expert's rows, 64 at a time from its first, then over those sums in order.
+  template <class Row>
+  void bias_gradient(const typename PassData<Storage>::Slot::Target& target, std::int64_t columns, Row row) {
+    const RowRange rows = data.pass.expert_rows(tile.expert);
+    T* total = product(2, columns);
+    T* group = total + columns;
+    std::fill_n(total, columns, T(0));
+    for (std::int64_t begin = rows.begin; begin < rows.end; begin += sum_group) {
+      std::fill_n(group, columns, T(0));
+      for (std::int64_t r = begin; r < std::min(begin + sum_group, rows.end); ++r) row(r, group);
+      for (std::int64_t i = 0; i < columns; ++i) total[i] += group[i];
+    }
+    store_gradient(target, total, 1, columns, 0, 0, columns);
+  }
+  void gate_up_bias_grad() {
+    bias_gradient(slot.gate_up_bias_grad, pre_width, [&](std::int64_t row, T* sum) {
+      kernels.add_scaled(T(1), slot.d_pre_activation + row * pre_width, sum, pre_width);
+    });
+  }
+  void down_bias_grad() {
+    const RowRange rows = data.pass.expert_rows(tile.expert);
+    const Storage* const* dy = token_rows(rows, false, 0, 0);
+    const bool after_down = data.weight_after_down(tile.expert);
+    bias_gradient(slot.down_bias_grad, hidden, [&](std::int64_t row, T* sum) {
+      kernels.add_scaled(after_down ? data.weight(tile.expert, row) : T(1), dy[row - rows.begin], sum, hidden);
+    });
+  }
+};
+
+}  // namespace
+
+template <class Storage>
+void run_gemm_tile(const PassData<Storage>& data, const Tile& tile, WorkerMemory<Storage>& memory) {
+  GemmTile<Storage> work{data, tile, memory};
+  switch (tile.stage) {
+    case Stage::gate_up: return work.gate_up();
+    case Stage::down: return work.down();
+    case Stage::down_dgrad: return work.down_dgrad();
+    case Stage::gate_up_dgrad: return work.gate_up_dgrad();
+    case Stage::gate_up_wgrad: return work.gate_up_wgrad();
+    case Stage::down_wgrad: return work.down_wgrad();
+    case Stage::gate_up_bias_grad: return work.gate_up_bias_grad();
+    case Stage::down_bias_grad: return work.down_bias_grad();
+    default: return;  // the stages of rank_tiles.cpp and combine_tiles.cpp
+  }
+}
+
+template void run_gemm_tile(const PassData<numerics::bfloat16>&, const Tile&, WorkerMemory<numerics::bfloat16>&);
+template void run_gemm_tile(const PassData<float>&, const Tile&, WorkerMemory<float>&);
+template void run_gemm_tile(const PassData<double>&, const Tile&, WorkerMemory<double>&);
+
+}  // namespace moelith::executors::cpu
