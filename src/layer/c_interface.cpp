@@ -56,7 +56,7 @@ static_assert(equal(MOELITH_DROP_BY_SCORE, DropPolicy::by_score) &&
 static_assert(equal(MOELITH_CPU, DeviceKind::cpu) && equal(MOELITH_CUDA, DeviceKind::cuda));
 static_assert(MOELITH_MAX_RANK == TensorView::max_rank);
 
-// The text of this thread's last failure. A plain array, so that keeping a text can neither throw nor need a destructor.
+// The text of this thread's last failure. A plain array: keeping a text can neither throw nor need a destructor.
 thread_local std::array<char, 2048> last_error{};
 
 moelith_status_t fail(Status status, const char* text) {

@@ -24,7 +24,8 @@ constexpr Name<AuxLossKind> aux_loss_names[] = {{AuxLossKind::none, "none"},
                                                 {AuxLossKind::batch, "batch"},
                                                 {AuxLossKind::sequence, "sequence"},
                                                 {AuxLossKind::global, "global"}};
-constexpr Name<DropPolicy> drop_names[] = {{DropPolicy::by_score, "by_score"}, {DropPolicy::by_position, "by_position"}};
+constexpr Name<DropPolicy> drop_names[] = {{DropPolicy::by_score, "by_score"},
+                                           {DropPolicy::by_position, "by_position"}};
 constexpr Name<DataType> dtype_names[] = {{DataType::float64, "float64"},   {DataType::float32, "float32"},
                                           {DataType::bfloat16, "bfloat16"}, {DataType::int64, "int64"},
                                           {DataType::int32, "int32"},       {DataType::uint8, "uint8"}};

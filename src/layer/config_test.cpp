@@ -116,7 +116,8 @@ TEST(Config, EveryRouterFieldIsCheckedAndNamed) {
   EXPECT_EQ(error_after([](LayerConfig& c) { c.router.group_score_size = 3; }),
             "router.group_score_size is 3; accepted: 1 or 2");
   EXPECT_EQ(error_after([](LayerConfig& c) { c.router.num_groups = 8, c.router.top_groups = 4; }),
-            "router.group_score_size is 2; accepted: at most the experts of a group, num_experts / router.num_groups = 1");
+            "router.group_score_size is 2; accepted: at most the experts of a group, num_experts / router.num_groups = "
+            "1");
   EXPECT_EQ(error_after([](LayerConfig& c) { c.top_k = 3, c.router.num_groups = 4; }),
             "top_k is 3; accepted: at most the experts of the kept groups, router.top_groups * num_experts / "
             "router.num_groups = 2");
