@@ -94,8 +94,8 @@ struct RouterGradients {
   const T* d_topk_weights = nullptr;         // [tokens, k], or null for zero
   T d_aux_loss = T(0);
   T d_z_loss = T(0);
-  // For AuxLossKind::batch: counts as forward gave them and the number of valid tokens; for global: both summed over all
-  // ranks. Not read for sequence (whose counts come from chosen_ids) and none.
+  // For AuxLossKind::batch: counts as forward gave them and the number of valid tokens; for global: both summed over
+  // all ranks. Not read for sequence (whose counts come from chosen_ids) and none.
   const std::int64_t* counts = nullptr;      // [E]
   std::int64_t count_tokens = 0;
   void* d_logits = nullptr;                  // [tokens, E] of inputs.logits_dtype, every element written

@@ -1,0 +1,48 @@
+#include <cmath>
+#include <limits>
+#include <string>
+
+#include "moelith/layer.hpp"
+
+namespace moelith {
+namespace {
+
+[[noreturn]] void refuse(const std::string& text) { throw Error(Status::invalid_argument, text); }
+
+// In the type of the bias, as a framework would compute bias + rate * sign.
+template <class T>
+void update(T* bias, const std::int64_t* counts, std::int64_t num_experts, double rate) {
+  // mean - count_e has the sign of total - E * count_e, which integers tell exactly.
+  __extension__ typedef __int128 Wide;
+  Wide total = 0;
+  for (std::int64_t e = 0; e < num_experts; ++e) total += counts[e];
+  for (std::int64_t e = 0; e < num_experts; ++e) {
+    const Wide scaled = static_cast<Wide>(counts[e]) * num_experts;
+    if (total > scaled) bias[e] += T(rate);
+    if (total < scaled) bias[e] -= T(rate);
+  }
+}
+
+}  // namespace
+
+void update_selection_bias(const TensorView& bias, const TensorView& counts, double rate) {
+  if (bias.rank != 1 || !bias.contiguous() || (bias.dtype != DataType::float32 && bias.dtype != DataType::float64) ||
+      (!bias.data && bias.shape[0] > 0))
+    refuse("bias is " + describe(bias) + "; accepted is a contiguous [E] of float32 or float64");
+  const std::int64_t num_experts = bias.shape[0];
+  if (counts.rank != 1 || !counts.contiguous() || counts.dtype != DataType::int64 || counts.shape[0] != num_experts ||
+      (!counts.data && num_experts > 0))
+    refuse("counts is " + describe(counts) + "; accepted is a contiguous int64[" + std::to_string(num_experts) + "]");
+  if (!std::isfinite(rate) || rate < 0 || (bias.dtype == DataType::float32 && rate > std::numeric_limits<float>::max()))
+    refuse("rate is " + std::to_string(rate) + "; accepted are finite numbers from 0");
+  const std::int64_t* values = static_cast<const std::int64_t*>(counts.data);
+  for (std::int64_t e = 0; e < num_experts; ++e)
+    if (values[e] < 0)
+      refuse("counts[" + std::to_string(e) + "] is " + std::to_string(values[e]) + "; accepted are numbers from 0");
+  if (bias.dtype == DataType::float32)
+    update(static_cast<float*>(bias.data), values, num_experts, rate);
+  else
+    update(static_cast<double*>(bias.data), values, num_experts, rate);
+}
+
+}  // namespace moelith
