@@ -166,7 +166,7 @@ struct GemmTile {
 
   void gate_up_wgrad() {
     const RowRange rows = data.pass.expert_rows(tile.expert);
-    if (rows.size() == 0 && slot.gate_up_grad.accumulate) return;
+    if (!slot.gate_up_grad.data || (rows.size() == 0 && slot.gate_up_grad.accumulate)) return;
     const std::int64_t i0 = tile.row_block * sizes.tile.wgrad_rows, j0 = tile.column_block * std::int64_t(sizes.tile.wgrad_columns);
     const std::int64_t m = std::min<std::int64_t>(sizes.tile.wgrad_rows, pre_width - i0);
     const std::int64_t n = std::min<std::int64_t>(sizes.tile.wgrad_columns, hidden - j0);
@@ -178,7 +178,7 @@ struct GemmTile {
 
   void down_wgrad() {
     const RowRange rows = data.pass.expert_rows(tile.expert);
-    if (rows.size() == 0 && slot.down_grad.accumulate) return;
+    if (!slot.down_grad.data || (rows.size() == 0 && slot.down_grad.accumulate)) return;
     const std::int64_t i0 = tile.row_block * sizes.tile.wgrad_rows, j0 = tile.column_block * std::int64_t(sizes.tile.wgrad_columns);
     const std::int64_t m = std::min<std::int64_t>(sizes.tile.wgrad_rows, hidden - i0);
     const std::int64_t n = std::min<std::int64_t>(sizes.tile.wgrad_columns, width - j0);
@@ -192,6 +192,7 @@ struct GemmTile {
   // Sum over the expert's rows, 64 at a time from its first, then over those sums in order.
   template <class Row>
   void bias_gradient(const typename PassData<Storage>::Slot::Target& target, std::int64_t columns, Row row) {
+    if (!target.data) return;
     const RowRange rows = data.pass.expert_rows(tile.expert);
     T* total = product(2, columns);
     T* group = total + columns;

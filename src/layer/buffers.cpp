@@ -1,0 +1,135 @@
+#include "layer/buffers.hpp"
+
+#include <algorithm>
+
+#include "schedule/dependencies.hpp"
+
+namespace moelith::layer {
+namespace {
+
+// Hands out aligned places one behind the other.
+class Places {
+ public:
+  std::uint64_t add(std::uint64_t bytes) {
+    const std::uint64_t offset = size_;
+    size_ += (bytes + 255) / 256 * 256;
+    return offset;
+  }
+  std::uint64_t add_if(bool wanted, std::uint64_t bytes) { return wanted ? add(bytes) : absent; }
+  std::uint64_t size() const { return size_; }
+
+ private:
+  std::uint64_t size_ = 0;
+};
+
+}  // namespace
+
+std::int64_t Geometry::dprob_groups(std::int64_t width) const {
+  return schedule::ceil_div(width, 64) + (config.down_bias ? 1 : 0);
+}
+
+SavedBuffer SavedBuffer::of(const Geometry& g, bool keep) {
+  const auto element = size_of(g.config.dtype), accumulator = size_of(g.config.accumulator_dtype());
+  const std::int64_t experts = g.config.num_experts;
+  Places places;
+  SavedBuffer saved;
+  saved.layout_header = places.add(8 * schedule::Layout::header_length(g.ranks, g.local_experts));
+  saved.row_route = places.add(4 * g.rows());
+  saved.row_weight = places.add(accumulator * g.rows());
+  saved.topk_ids = places.add(4 * g.routes());
+  saved.topk_weights = places.add(accumulator * g.routes());
+  saved.chosen_ids = places.add_if(g.config.router.capacity_factor > 0, 4 * g.routes());
+  saved.counts = places.add(8 * (experts + 1));
+  const std::uint64_t table = places.size();
+  const bool keep_pre_activation = keep && !g.recompute;
+  saved.pre_activation =
+      places.add_if(keep_pre_activation, element * g.rows() * g.config.gate_up_rows(g.config.intermediate_size));
+  for (const auto& shared : g.config.shared_experts) {
+    saved.shared_pre_activation.push_back(
+        places.add_if(keep_pre_activation, element * g.tokens * g.config.gate_up_rows(shared.intermediate_size)));
+  }
+  const std::uint64_t pre_activation = places.size() - table;
+  saved.received_x = places.add_if(g.ranks > 1, element * g.received_rows() * g.config.hidden_size);
+  saved.needed = places.add_if(g.ranks > 1, g.received_rows());
+  saved.size = places.size();
+  saved.formula = "pre-activation " + std::to_string(pre_activation) + " + routing table " + std::to_string(table) +
+                  " + rows received from other ranks " + std::to_string(saved.size - table - pre_activation) + " = " +
+                  std::to_string(saved.size) + " bytes (x itself stays where the caller has it)";
+  return saved;
+}
+
+ForwardWorkspace ForwardWorkspace::of(const Geometry& g, std::uint64_t router_scratch_bytes) {
+  const auto element = size_of(g.config.dtype), accumulator = size_of(g.config.accumulator_dtype());
+  const auto map = schedule::CounterMap::of(g.sizes);
+  Places places;
+  ForwardWorkspace workspace;
+  workspace.local_counters = places.add(8 * map.local_size);
+  workspace.arrivals = places.add(8 * map.arrivals_size);
+  workspace.activated = places.add(element * g.rows() * g.config.intermediate_size);
+  workspace.route_rows = places.add_if(g.ranks == 1, element * g.routes() * g.config.hidden_size);
+  for (const auto& shared : g.config.shared_experts) {
+    workspace.shared_activated.push_back(places.add(element * g.tokens * shared.intermediate_size));
+    workspace.shared_rows.push_back(places.add(element * g.tokens * g.config.hidden_size));
+  }
+  workspace.shared_gates = places.add(accumulator * g.tokens * g.config.shared_experts.size());
+  workspace.score_sums = places.add(accumulator * g.config.num_experts);
+  workspace.offsets = places.add(8 * (std::uint64_t(g.config.num_experts) + 1));
+  workspace.router_scratch = places.add(router_scratch_bytes);
+  workspace.tables = places.add(SavedBuffer::of(g, false).size);
+  workspace.size = places.size();
+  return workspace;
+}
+
+BackwardWorkspace BackwardWorkspace::of(const Geometry& g, std::uint64_t router_scratch_bytes) {
+  const auto element = size_of(g.config.dtype), accumulator = size_of(g.config.accumulator_dtype());
+  const auto map = schedule::CounterMap::of(g.sizes);
+  const std::int64_t width = g.config.intermediate_size, pre_width = g.config.gate_up_rows(width);
+  Places places;
+  BackwardWorkspace workspace;
+  workspace.local_counters = places.add(8 * map.local_size);
+  workspace.arrivals = places.add(8 * map.arrivals_size);
+  workspace.pre_activation = places.add_if(g.recompute, element * g.rows() * pre_width);
+  workspace.activated = places.add(element * g.rows() * width);
+  workspace.d_pre_activation = places.add(element * g.rows() * pre_width);
+  workspace.route_rows = places.add_if(g.ranks == 1, element * g.routes() * g.config.hidden_size);
+  workspace.route_dprob = places.add_if(g.ranks == 1, accumulator * g.routes() * g.dprob_groups(width));
+  for (const auto& shared : g.config.shared_experts) {
+    const std::int64_t shared_pre_width = g.config.gate_up_rows(shared.intermediate_size);
+    workspace.shared_pre_activation.push_back(places.add_if(g.recompute, element * g.tokens * shared_pre_width));
+    workspace.shared_activated.push_back(places.add(element * g.tokens * shared.intermediate_size));
+    workspace.shared_d_pre_activation.push_back(places.add(element * g.tokens * shared_pre_width));
+    workspace.shared_rows.push_back(places.add(element * g.tokens * g.config.hidden_size));
+    workspace.shared_dprob.push_back(places.add(accumulator * g.tokens * g.dprob_groups(shared.intermediate_size)));
+  }
+  workspace.shared_gates = places.add(accumulator * g.tokens * g.config.shared_experts.size());
+  workspace.d_topk_weights = places.add(accumulator * g.routes());
+  workspace.d_shared_gates = places.add(accumulator * g.tokens * g.config.shared_experts.size());
+  workspace.received_dy = places.add_if(g.ranks > 1, element * g.received_rows() * g.config.hidden_size);
+  workspace.router_scratch = places.add(router_scratch_bytes);
+  workspace.size = places.size();
+  return workspace;
+}
+
+Window Window::of(const LayerConfig& config, std::int64_t tokens) {
+  const auto element = size_of(config.dtype), accumulator = size_of(config.accumulator_dtype());
+  const std::int64_t routes = tokens * config.top_k;
+  Geometry widths;
+  widths.config = config;
+  Places places;
+  Window window;
+  window.rows = places.add(element * tokens * config.hidden_size);
+  window.route_rows = places.add(element * routes * config.hidden_size);
+  window.route_dprob = places.add(accumulator * routes * widths.dprob_groups(config.intermediate_size));
+  for (auto& table : window.table) {
+    table.tokens = places.add(16);
+    table.offsets = places.add(8 * (std::uint64_t(config.num_experts) + 1));
+    table.counts = places.add(8 * std::uint64_t(config.num_experts));
+    table.routes = places.add(4 * routes);
+    table.topk_ids = places.add(4 * routes);
+    table.topk_weights = places.add(accumulator * routes);
+  }
+  window.size = places.size();
+  return window;
+}
+
+}  // namespace moelith::layer

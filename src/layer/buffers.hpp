@@ -1,0 +1,91 @@
+// Where everything lies inside the caller's buffers and the symmetric memory. Offsets in bytes, aligned to 256, or
+// `absent`. One description for every device.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "moelith/layer.hpp"
+#include "schedule/extents.hpp"
+
+namespace moelith::layer {
+
+inline constexpr std::uint64_t absent = ~std::uint64_t(0);
+
+// What the buffers' sizes follow from.
+struct Geometry {
+  LayerConfig config;
+  std::int32_t ranks = 1, local_experts = 0;
+  bool recompute = false;
+  std::int64_t tokens = 0;          // T of this rank
+  std::int64_t global_tokens = 0;   // the most that all ranks together may have
+  std::int64_t max_chunks = 0;      // chunks of the rank with the largest max_tokens
+  schedule::Sizes sizes;            // for the counters
+
+  std::int64_t routes() const { return tokens * config.top_k; }               // slots of this rank's tokens
+  std::int64_t rows() const { return global_tokens * config.top_k; }          // routed rows that may come here, at most
+  std::int64_t received_rows() const { return ranks * max_chunks * sizes.chunk_tokens; }
+  std::int64_t dprob_groups(std::int64_t width) const;
+};
+
+// Of one forward call, for its backward. `formula` names each part with its size.
+struct SavedBuffer {
+  std::uint64_t layout_header, row_route, row_weight;   // int64 [header_length], int32 [rows], T [rows]
+  std::uint64_t topk_ids, topk_weights, chosen_ids;     // int32 [T, k], T [T, k], int32 [T, k]
+  std::uint64_t counts;                                 // int64 [E + 1]: routes before capacity, and valid tokens, as the
+                                                        // aux loss counts them (of all ranks for the global one)
+  std::uint64_t pre_activation;                         // [rows, F I]; absent when recomputing
+  std::vector<std::uint64_t> shared_pre_activation;     // S x [T, F I_s]
+  std::uint64_t received_x, needed;                     // several ranks: [R, .., H] and bytes [R, ..]
+  std::uint64_t size;
+  std::string formula;
+
+  // keep: for a backward. Otherwise only the tables, which a forward without gradients has in its workspace.
+  static SavedBuffer of(const Geometry& geometry, bool keep);
+};
+
+struct ForwardWorkspace {
+  std::uint64_t local_counters, arrivals;
+  std::uint64_t activated;                              // [rows, I]
+  std::vector<std::uint64_t> shared_activated;          // S x [T, I_s]
+  std::uint64_t route_rows;                             // one rank: [T k, H]
+  std::vector<std::uint64_t> shared_rows;               // S x [T, H]
+  std::uint64_t shared_gates, score_sums, offsets, router_scratch;
+  std::uint64_t tables;                                 // a SavedBuffer without `keep`
+  std::uint64_t size;
+
+  static ForwardWorkspace of(const Geometry& geometry, std::uint64_t router_scratch_bytes);
+};
+
+struct BackwardWorkspace {
+  std::uint64_t local_counters, arrivals;
+  std::uint64_t pre_activation;                         // when recomputing
+  std::vector<std::uint64_t> shared_pre_activation;
+  std::uint64_t activated, d_pre_activation;            // [rows, I], [rows, F I]
+  std::vector<std::uint64_t> shared_activated, shared_d_pre_activation;
+  std::uint64_t route_rows, route_dprob;                // one rank: [T k, H], [T k, groups]
+  std::vector<std::uint64_t> shared_rows, shared_dprob;
+  std::uint64_t shared_gates, d_topk_weights, d_shared_gates, received_dy, router_scratch;
+  std::uint64_t size;
+
+  static BackwardWorkspace of(const Geometry& geometry, std::uint64_t router_scratch_bytes);
+};
+
+// A rank's symmetric memory, several ranks only. Sized by max_tokens, alike on every call of the plan.
+struct Window {
+  std::uint64_t rows;                                   // [T, H]: x or dY for the others
+  std::uint64_t route_rows, route_dprob;                // [T k, H], [T k, groups]
+  struct Table {
+    std::uint64_t tokens;                               // int64 [2]: T, valid tokens
+    std::uint64_t offsets, counts;                      // int64 [E + 1], [E] before capacity
+    std::uint64_t routes, topk_ids, topk_weights;       // int32 [T k], int32 [T k], T [T k]
+  };
+  Table table[2];
+  std::uint64_t size;
+
+  // `tokens`: max_tokens of the rank whose window it is.
+  static Window of(const LayerConfig& config, std::int64_t tokens);
+};
+
+}  // namespace moelith::layer
