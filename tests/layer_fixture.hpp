@@ -1,0 +1,494 @@
+// Random layers, run through the C++ interface on one or several ranks, with every buffer full of NaN beforehand and
+// canaries behind it; and their results as doubles, to be compared bit for bit or with the fp64 reference.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <exception>
+#include <functional>
+#include <limits>
+#include <map>
+#include <memory>
+#include <new>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "moelith/layer.hpp"
+#include "numerics/bfloat16.hpp"
+#include "reference/compare.hpp"
+#include "reference/layer.hpp"
+
+namespace moelith::test {
+
+// Memory of any dtype, aligned to 256 bytes, filled with NaN (all bits set), with canary bytes behind it.
+class Buffer {
+ public:
+  Buffer() = default;
+  explicit Buffer(std::uint64_t bytes)
+      : bytes_(bytes), memory_(new (std::align_val_t{256}) std::byte[bytes + canary], Delete{}) {
+    std::memset(memory_.get(), 0xff, bytes);
+    std::memset(memory_.get() + bytes, 0xa5, canary);
+  }
+  std::byte* data() const { return memory_.get(); }
+  bool intact() const {
+    for (std::uint64_t i = bytes_; i < bytes_ + canary; ++i) {
+      if (memory_.get()[i] != std::byte{0xa5}) return false;
+    }
+    return true;
+  }
+
+ private:
+  static constexpr std::uint64_t canary = 512;
+  struct Delete {
+    void operator()(std::byte* memory) const { ::operator delete[](memory, std::align_val_t{256}); }
+  };
+  std::uint64_t bytes_ = 0;
+  std::shared_ptr<std::byte[]> memory_;
+};
+
+inline double round_to(DataType type, double value) {
+  if (type == DataType::bfloat16) return numerics::to_float(numerics::to_bfloat16(static_cast<float>(value)));
+  return type == DataType::float32 ? static_cast<double>(static_cast<float>(value)) : value;
+}
+
+// A tensor in the library's memory, from or to doubles.
+struct Tensor {
+  Buffer buffer;
+  TensorView view;
+
+  Tensor() = default;
+  Tensor(DataType type, std::initializer_list<std::int64_t> shape) {
+    view = TensorView(nullptr, type, shape);
+    buffer = Buffer(static_cast<std::uint64_t>(view.numel()) * size_of(type));
+    view.data = buffer.data();
+  }
+  void set(const double* values) {
+    for (std::int64_t i = 0; i < view.numel(); ++i) {
+      switch (view.dtype) {
+        case DataType::bfloat16:
+          static_cast<numerics::bfloat16*>(view.data)[i] = numerics::to_bfloat16(static_cast<float>(values[i]));
+          break;
+        case DataType::float32: static_cast<float*>(view.data)[i] = static_cast<float>(values[i]); break;
+        case DataType::float64: static_cast<double*>(view.data)[i] = values[i]; break;
+        case DataType::int32: static_cast<std::int32_t*>(view.data)[i] = static_cast<std::int32_t>(values[i]); break;
+        case DataType::int64: static_cast<std::int64_t*>(view.data)[i] = static_cast<std::int64_t>(values[i]); break;
+        default: throw std::logic_error("dtype");
+      }
+    }
+  }
+  std::vector<double> get() const {
+    std::vector<double> values(static_cast<std::size_t>(view.numel()));
+    for (std::int64_t i = 0; i < view.numel(); ++i) {
+      switch (view.dtype) {
+        case DataType::bfloat16: values[i] = numerics::to_float(static_cast<numerics::bfloat16*>(view.data)[i]); break;
+        case DataType::float32: values[i] = static_cast<float*>(view.data)[i]; break;
+        case DataType::float64: values[i] = static_cast<double*>(view.data)[i]; break;
+        case DataType::int32: values[i] = static_cast<std::int32_t*>(view.data)[i]; break;
+        case DataType::int64: values[i] = static_cast<double>(static_cast<std::int64_t*>(view.data)[i]); break;
+        default: throw std::logic_error("dtype");
+      }
+    }
+    return values;
+  }
+};
+
+// A layer and one batch of it, all ranks' tokens one after another. Values are already rounded to the dtype.
+struct Problem {
+  LayerConfig config;
+  reference::Weights weights;
+  reference::Inputs inputs;  // inputs.ranks may be empty
+  reference::OutputGradients upstream;
+};
+
+using Random = std::mt19937_64;
+
+inline std::vector<double> normal(Random& random, std::size_t count, double scale, DataType type) {
+  std::normal_distribution<double> distribution(0.0, scale);
+  std::vector<double> values(count);
+  for (double& value : values) value = round_to(type, distribution(random));
+  return values;
+}
+
+inline reference::Weights random_weights(const LayerConfig& c, Random& random) {
+  const auto h = c.hidden_size, e = std::int64_t(c.num_experts);
+  auto matrices = [&](auto& set, std::int64_t experts, std::int64_t width) {
+    set.gate_up_proj = normal(random, experts * c.gate_up_rows(width) * h, 1.0 / std::sqrt(double(h)), c.dtype);
+    set.down_proj = normal(random, experts * h * width, 1.0 / std::sqrt(double(width)), c.dtype);
+    if (c.gate_up_bias) set.gate_up_bias = normal(random, experts * c.gate_up_rows(width), 0.5, c.dtype);
+    if (c.down_bias) set.down_bias = normal(random, experts * h, 0.5, c.dtype);
+  };
+  reference::Weights weights;
+  matrices(weights, e, c.intermediate_size);
+  weights.shared.resize(c.shared_experts.size());
+  for (std::size_t s = 0; s < c.shared_experts.size(); ++s) matrices(weights.shared[s], 1, c.shared_experts[s].intermediate_size);
+  return weights;
+}
+
+// Logits of order 1 for `tokens` tokens, and upstream gradients of everything.
+inline Problem random_problem(const LayerConfig& config, std::int64_t tokens, std::uint64_t seed) {
+  Random random(seed);
+  Problem p;
+  p.config = config;
+  p.weights = random_weights(config, random);
+  auto& in = p.inputs;
+  in.tokens = tokens;
+  in.x = normal(random, tokens * config.hidden_size, 1.0, config.dtype);
+  in.router_logits = normal(random, tokens * config.num_experts, 1.5, config.accumulator_dtype());
+  if (config.router.selection_bias) in.selection_bias = normal(random, config.num_experts, 0.3, config.accumulator_dtype());
+  for (const auto& shared : config.shared_experts) {
+    if (!shared.gated || !in.shared_gate_logits.empty()) continue;
+    in.shared_gate_logits = normal(random, tokens * config.shared_experts.size(), 1.0, config.accumulator_dtype());
+  }
+  p.upstream.y = normal(random, tokens * config.hidden_size, 1.0, config.dtype);
+  return p;
+}
+
+// Turns the problem into one whose ids and weights the caller brings; an id is -1 with probability `empty`.
+inline void bring_routes(Problem& p, double empty, std::uint64_t seed) {
+  Random random(seed);
+  const auto& c = p.config;
+  p.inputs.router_logits.clear();
+  p.inputs.selection_bias.clear();
+  std::uniform_real_distribution<double> uniform(0.0, 1.0);
+  for (std::int64_t t = 0; t < p.inputs.tokens; ++t) {
+    std::vector<std::int64_t> ids(c.num_experts);
+    for (std::int32_t e = 0; e < c.num_experts; ++e) ids[e] = e;
+    std::shuffle(ids.begin(), ids.end(), random);
+    for (std::int32_t j = 0; j < c.top_k; ++j) {
+      p.inputs.topk_ids.push_back(uniform(random) < empty ? -1 : ids[j]);
+      p.inputs.topk_weights.push_back(round_to(c.accumulator_dtype(), uniform(random) - 0.2));
+    }
+  }
+}
+
+struct RunOptions {
+  std::vector<std::int64_t> tokens_of_rank;  // empty: one rank has all
+  std::vector<std::int32_t> expert_rank;
+  int workers = 1;
+  std::int32_t tile_columns = 0;
+  std::uint64_t shuffle_seed = 0;
+  bool recompute = false;
+  bool keep = true;                          // false: a forward without gradients, and no backward
+  bool wide_gradients = true;                // weight gradients in the accumulator dtype; false: in config.dtype
+  double preset = std::numeric_limits<double>::quiet_NaN();  // a number: accumulate onto it
+  int backwards = 1;
+  std::vector<std::string> frozen;           // results that are not asked for: "dx", "d_gate_up_proj", ...
+  DeviceKind device = DeviceKind::cpu;
+};
+
+// Every result by name, of all ranks joined: tokens one rank after another, experts by global id.
+using Results = std::map<std::string, std::vector<double>>;
+
+inline Results run(const Problem& p, const RunOptions& options) {
+  const auto& c = p.config;
+  std::vector<std::int64_t> tokens_of_rank = options.tokens_of_rank;
+  if (tokens_of_rank.empty()) tokens_of_rank = {p.inputs.tokens};
+  const int ranks = static_cast<int>(tokens_of_rank.size());
+  std::vector<std::int64_t> first_token(ranks, 0);
+  for (int r = 1; r < ranks; ++r) first_token[r] = first_token[r - 1] + tokens_of_rank[r - 1];
+  auto groups = Group::threads(ranks);
+  std::vector<Results> parts(ranks);
+  std::vector<std::vector<std::int32_t>> local_experts(ranks);
+  std::vector<std::exception_ptr> errors(ranks);
+  const DataType accumulator = c.accumulator_dtype();
+  const auto h = c.hidden_size, e = std::int64_t(c.num_experts), k = std::int64_t(c.top_k);
+  const auto shared_count = static_cast<std::int64_t>(c.shared_experts.size());
+
+  auto run_rank = [&](int rank) {
+    PlanOptions plan_options;
+    const std::int64_t tokens = tokens_of_rank[rank], first = first_token[rank];
+    plan_options.max_tokens = tokens + 3;
+    plan_options.device = options.device;
+    plan_options.workers = options.workers;
+    plan_options.recompute = options.recompute;
+    plan_options.group = groups[rank];
+    plan_options.group.set_timeout(std::chrono::seconds(120));
+    plan_options.expert_rank = options.expert_rank;
+    plan_options.tile_columns = options.tile_columns;
+    plan_options.shuffle_seed = options.shuffle_seed == 0 ? 0 : options.shuffle_seed + static_cast<std::uint64_t>(rank);
+    const Plan plan = Plan::create(c, plan_options);
+    const auto locals = local_experts[rank] = plan.local_experts();
+    const auto l = static_cast<std::int64_t>(locals.size());
+
+    std::vector<Tensor> owned;
+    owned.reserve(64);
+    auto tensor = [&](DataType type, std::initializer_list<std::int64_t> shape) -> Tensor& {
+      return owned.emplace_back(type, shape);
+    };
+    // This rank's rows of a joined tensor.
+    auto rows = [&](const std::vector<double>& joined, DataType type, std::int64_t columns) {
+      Tensor& t = tensor(type, {tokens, columns});
+      t.set(joined.data() + first * columns);
+      return t.view;
+    };
+    auto experts = [&](const std::vector<double>& joined, std::initializer_list<std::int64_t> shape) {
+      Tensor& t = tensor(c.dtype, shape);
+      const std::int64_t size = static_cast<std::int64_t>(joined.size()) / e;
+      std::vector<double> mine;
+      for (std::int32_t id : locals) mine.insert(mine.end(), joined.begin() + id * size, joined.begin() + (id + 1) * size);
+      t.set(mine.data());
+      return t.view;
+    };
+    auto whole = [&](const std::vector<double>& values, DataType type, std::initializer_list<std::int64_t> shape) {
+      Tensor& t = tensor(type, shape);
+      t.set(values.data());
+      return t.view;
+    };
+
+    Inputs in;
+    in.x = rows(p.inputs.x, c.dtype, h);
+    if (!p.inputs.router_logits.empty() || (p.inputs.topk_ids.empty() && p.inputs.tokens == 0)) {
+      in.router_logits = rows(p.inputs.router_logits, accumulator, e);
+    } else if (!p.inputs.topk_ids.empty()) {
+      std::vector<double> ids(p.inputs.topk_ids.begin(), p.inputs.topk_ids.end());
+      in.topk_ids = rows(ids, rank % 2 ? DataType::int64 : DataType::int32, k);
+      in.topk_weights = rows(p.inputs.topk_weights, accumulator, k);
+    }
+    if (!p.inputs.selection_bias.empty()) in.selection_bias = whole(p.inputs.selection_bias, accumulator, {e});
+    if (!p.inputs.shared_gate_logits.empty()) in.shared_gate_logits = rows(p.inputs.shared_gate_logits, accumulator, shared_count);
+    if (!p.inputs.ranks.empty()) {
+      const auto& batch = p.inputs.ranks[rank];
+      if (batch.valid_tokens >= 0) in.num_valid_tokens = whole({double(batch.valid_tokens)}, DataType::int32, {1});
+      in.num_sequences = batch.num_sequences;
+    }
+    const auto i = c.intermediate_size, pre = c.gate_up_rows(i);
+    auto& w = in.weights;
+    w.gate_up_proj = experts(p.weights.gate_up_proj, {l, pre, h});
+    w.down_proj = experts(p.weights.down_proj, {l, h, i});
+    if (c.gate_up_bias) w.gate_up_bias = experts(p.weights.gate_up_bias, {l, pre});
+    if (c.down_bias) w.down_bias = experts(p.weights.down_bias, {l, h});
+    w.shared.resize(shared_count);
+    for (std::int64_t s = 0; s < shared_count; ++s) {
+      const auto width = c.shared_experts[s].intermediate_size;
+      w.shared[s].gate_up_proj = whole(p.weights.shared[s].gate_up_proj, c.dtype, {c.gate_up_rows(width), h});
+      w.shared[s].down_proj = whole(p.weights.shared[s].down_proj, c.dtype, {h, width});
+      if (c.gate_up_bias) w.shared[s].gate_up_bias = whole(p.weights.shared[s].gate_up_bias, c.dtype, {c.gate_up_rows(width)});
+      if (c.down_bias) w.shared[s].down_bias = whole(p.weights.shared[s].down_bias, c.dtype, {h});
+    }
+
+    const auto sizes = plan.buffer_sizes(tokens);
+    Buffer saved(sizes.saved), workspace(sizes.workspace);
+    Outputs out;
+    std::map<std::string, const Tensor*> made;
+    auto output = [&](const std::string& name, DataType type, std::initializer_list<std::int64_t> shape) {
+      Tensor& t = tensor(type, shape);
+      made[name] = &t;
+      return t.view;
+    };
+    out.y = output("y", c.dtype, {tokens, h});
+    out.topk_ids = output("topk_ids", DataType::int32, {tokens, k});
+    out.topk_weights = output("topk_weights", accumulator, {tokens, k});
+    out.expert_counts = output("expert_counts", DataType::int64, {e});
+    out.aux_loss = output("aux_loss", accumulator, {1});
+    out.z_loss = output("z_loss", accumulator, {1});
+    plan.forward(in, out, options.keep ? saved.data() : nullptr, workspace.data());
+
+    if (options.keep) {
+      OutputGradients up;
+      if (!p.upstream.y.empty()) up.y = rows(p.upstream.y, c.dtype, h);
+      if (!p.upstream.topk_weights.empty()) up.topk_weights = rows(p.upstream.topk_weights, accumulator, k);
+      if (!p.upstream.aux_loss.empty()) up.aux_loss = whole({p.upstream.aux_loss[rank]}, accumulator, {1});
+      if (!p.upstream.z_loss.empty()) up.z_loss = whole({p.upstream.z_loss[rank]}, accumulator, {1});
+      auto wanted = [&](const std::string& name) {
+        return std::find(options.frozen.begin(), options.frozen.end(), name) == options.frozen.end();
+      };
+      InputGradients grad;
+      if (wanted("dx")) grad.x = output("dx", c.dtype, {tokens, h});
+      if (in.router_logits.given() && wanted("d_router_logits")) grad.router_logits = output("d_router_logits", accumulator, {tokens, e});
+      if (in.topk_ids.given() && wanted("d_topk_weights")) grad.topk_weights = output("d_topk_weights", accumulator, {tokens, k});
+      if (in.shared_gate_logits.given() && wanted("d_shared_gate_logits")) {
+        grad.shared_gate_logits = output("d_shared_gate_logits", accumulator, {tokens, shared_count});
+      }
+      const DataType weight_type = options.wide_gradients ? accumulator : c.dtype;
+      auto weight_gradient = [&](const std::string& name, std::initializer_list<std::int64_t> shape) {
+        Gradient g;
+        if (!wanted(name)) return g;
+        g.tensor = output(name, weight_type, shape);
+        if (!std::isnan(options.preset)) {
+          g.accumulate = true;
+          std::vector<double> ones(static_cast<std::size_t>(g.tensor.numel()), options.preset);
+          owned.back().set(ones.data());
+        }
+        return g;
+      };
+      auto& gw = grad.weights;
+      gw.gate_up_proj = weight_gradient("d_gate_up_proj", {l, pre, h});
+      gw.down_proj = weight_gradient("d_down_proj", {l, h, i});
+      if (c.gate_up_bias) gw.gate_up_bias = weight_gradient("d_gate_up_bias", {l, pre});
+      if (c.down_bias) gw.down_bias = weight_gradient("d_down_bias", {l, h});
+      gw.shared.resize(shared_count);
+      for (std::int64_t s = 0; s < shared_count; ++s) {
+        const auto width = c.shared_experts[s].intermediate_size;
+        const std::string name = "shared" + std::to_string(s) + ".";
+        gw.shared[s].gate_up_proj = weight_gradient(name + "d_gate_up_proj", {c.gate_up_rows(width), h});
+        gw.shared[s].down_proj = weight_gradient(name + "d_down_proj", {h, width});
+        if (c.gate_up_bias) gw.shared[s].gate_up_bias = weight_gradient(name + "d_gate_up_bias", {c.gate_up_rows(width)});
+        if (c.down_bias) gw.shared[s].down_bias = weight_gradient(name + "d_down_bias", {h});
+      }
+      for (int b = 0; b < options.backwards; ++b) {
+        Buffer other(sizes.workspace);  // nothing may be left over from the forward
+        plan.backward(in, saved.data(), up, grad, other.data());
+        if (!other.intact()) throw std::runtime_error("backward wrote beyond the workspace");
+      }
+    }
+    if (!saved.intact() || !workspace.intact()) throw std::runtime_error("a pass wrote beyond saved or workspace");
+    for (const Tensor& t : owned) {
+      if (!t.buffer.intact()) throw std::runtime_error("a pass wrote beyond a tensor");
+    }
+    for (const auto& [name, t] : made) parts[rank][name] = t->get();
+  };
+
+  if (ranks == 1) {
+    run_rank(0);
+  } else {
+    std::vector<std::thread> threads;
+    for (int r = 0; r < ranks; ++r) {
+      threads.emplace_back([&, r] {
+        try {
+          run_rank(r);
+        } catch (...) {
+          errors[r] = std::current_exception();
+        }
+      });
+    }
+    for (auto& thread : threads) thread.join();
+    for (auto& error : errors) {
+      if (error) std::rethrow_exception(error);
+    }
+  }
+
+  Results joined;
+  for (int r = 0; r < ranks; ++r) {
+    for (auto& [name, values] : parts[r]) {
+      auto& all = joined[name];
+      const bool of_experts = name == "d_gate_up_proj" || name == "d_down_proj" || name == "d_gate_up_bias" || name == "d_down_bias";
+      if (of_experts) {
+        const std::int64_t size = local_experts[r].empty() ? 0 : static_cast<std::int64_t>(values.size() / local_experts[r].size());
+        if (size > 0) all.resize(e * size);
+        for (std::size_t n = 0; n < local_experts[r].size(); ++n) {
+          std::copy_n(values.begin() + n * size, size, all.begin() + local_experts[r][n] * size);
+        }
+      } else if (name.rfind("shared", 0) == 0) {
+        // Each rank has the gradient of its own tokens; the replicas' sum is the caller's.
+        if (all.empty()) all.resize(values.size(), 0.0);
+        for (std::size_t n = 0; n < values.size(); ++n) all[n] += values[n];
+      } else {
+        all.insert(all.end(), values.begin(), values.end());
+      }
+    }
+  }
+  return joined;
+}
+
+// Bit for bit, apart from the results named in `except`.
+inline void expect_identical(const Results& a, const Results& b, const std::string& what, const std::vector<std::string>& except = {}) {
+  for (const auto& [name, values] : a) {
+    if (std::find(except.begin(), except.end(), name) != except.end()) continue;
+    const auto other = b.find(name);
+    ASSERT_NE(other, b.end()) << what << ": " << name << " is missing";
+    ASSERT_EQ(values.size(), other->second.size()) << what << ": " << name;
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      ASSERT_TRUE(values[i] == other->second[i] && std::signbit(values[i]) == std::signbit(other->second[i]))
+          << what << ": " << name << "[" << i << "]: " << values[i] << " and " << other->second[i];
+    }
+  }
+}
+
+inline double tolerance(DataType type) {
+  switch (type) {
+    case DataType::bfloat16: return 1e-2;
+    case DataType::float32: return 2e-5;
+    default: return 1e-12;
+  }
+}
+
+// Every result against the fp64 reference on the same inputs.
+inline void expect_right(const Problem& p, const Results& results, const RunOptions& options, const std::string& what) {
+  const auto& c = p.config;
+  reference::Inputs inputs = p.inputs;
+  if (inputs.ranks.empty()) {
+    for (std::int64_t tokens : options.tokens_of_rank) inputs.ranks.push_back({tokens, -1, 1});
+  }
+  const auto expected = reference::forward(c, p.weights, inputs, 1);
+  const double limit = tolerance(c.dtype);
+  auto near = [&](const std::string& name, const std::vector<double>& reference, std::int64_t columns) {
+    const auto found = results.find(name);
+    if (found == results.end()) return;
+    ASSERT_EQ(found->second.size(), reference.size()) << what << ": " << name;
+    if (reference.empty()) return;
+    const auto error = reference::compare(found->second, reference, columns);
+    EXPECT_TRUE(error.within(limit)) << what << ": " << name << ": error " << error.rel_fro << ", worst row "
+                                     << error.worst_row_index << " " << error.worst_row << ", allowed " << limit;
+  };
+  const auto h = c.hidden_size, k = std::int64_t(c.top_k);
+  std::vector<double> ids(expected.topk_ids.begin(), expected.topk_ids.end());
+  ASSERT_EQ(results.at("topk_ids"), ids) << what;
+  std::vector<double> counts(expected.expert_counts.begin(), expected.expert_counts.end());
+  ASSERT_EQ(results.at("expert_counts"), counts) << what;
+  near("y", expected.y, h);
+  near("topk_weights", expected.topk_weights, k);
+  near("aux_loss", expected.aux_loss, 1);
+  near("z_loss", expected.z_loss, 1);
+  if (!options.keep) return;
+  const auto gradients = reference::backward(c, p.weights, inputs, p.upstream, 1);
+  near("dx", gradients.x, h);
+  near("d_router_logits", gradients.router_logits, c.num_experts);
+  near("d_topk_weights", gradients.topk_weights, k);
+  near("d_shared_gate_logits", gradients.shared_gate_logits, std::max<std::int64_t>(1, std::int64_t(c.shared_experts.size())));
+  auto set = [&](const std::string& prefix, const auto& g, std::int64_t width) {
+    near(prefix + "d_gate_up_proj", g.gate_up_proj, h);
+    near(prefix + "d_down_proj", g.down_proj, width);
+    near(prefix + "d_gate_up_bias", g.gate_up_bias, c.gate_up_rows(width));
+    near(prefix + "d_down_bias", g.down_bias, h);
+  };
+  set("", gradients.weights, c.intermediate_size);
+  for (std::size_t s = 0; s < c.shared_experts.size(); ++s) {
+    set("shared" + std::to_string(s) + ".", gradients.weights.shared[s], c.shared_experts[s].intermediate_size);
+  }
+}
+
+// A configuration with every option drawn at random.
+inline LayerConfig random_config(Random& random, DataType dtype) {
+  auto pick = [&](auto... choices) {
+    const std::vector<std::common_type_t<decltype(choices)...>> all{choices...};
+    return all[random() % all.size()];
+  };
+  LayerConfig c;
+  c.hidden_size = 8 * (1 + random() % 24);
+  c.intermediate_size = 8 * (1 + random() % 24);
+  c.num_experts = static_cast<std::int32_t>(1 + random() % 16);
+  c.top_k = static_cast<std::int32_t>(1 + random() % std::min(c.num_experts, 8));
+  c.dtype = dtype;
+  c.activation.kind = pick(ActivationKind::swiglu, ActivationKind::swiglu_clamped, ActivationKind::geglu_erf,
+                           ActivationKind::geglu_tanh, ActivationKind::relu_squared);
+  c.activation.limit = 1.5;  // reached often
+  c.gate_up_bias = random() % 2;
+  c.down_bias = random() % 2;
+  c.weight_placement = pick(WeightPlacement::after_down, WeightPlacement::before_down);
+  for (std::uint64_t s = random() % 3; s > 0; --s) {
+    c.shared_experts.push_back({static_cast<std::int64_t>(8 * (1 + random() % 24)), random() % 2 == 0});
+  }
+  auto& r = c.router;
+  r.kind = pick(RouterKind::softmax_topk, RouterKind::topk_softmax, RouterKind::sigmoid);
+  r.renormalize = random() % 2;
+  r.scaling_factor = pick(1.0, 2.5);
+  r.selection_bias = random() % 2;
+  if (c.num_experts % 4 == 0 && c.top_k <= c.num_experts / 2) {
+    r.num_groups = 4;
+    r.top_groups = 2;
+  }
+  r.aux_loss = pick(AuxLossKind::none, AuxLossKind::batch, AuxLossKind::sequence, AuxLossKind::global);
+  r.aux_loss_coefficient = 0.1;
+  r.z_loss_coefficient = pick(0.0, 0.01);
+  if (random() % 4 == 0) {
+    r.capacity_factor = 0.75;
+    r.drop_policy = pick(DropPolicy::by_score, DropPolicy::by_position);
+  }
+  return c;
+}
+
+}  // namespace moelith::test
