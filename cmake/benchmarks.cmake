@@ -2,7 +2,6 @@
 find_package(benchmark QUIET)
 find_package(dnnl QUIET)
 file(GLOB moelith_benchmarks CONFIGURE_DEPENDS bench/*.cpp)
-moelith_compile_for_instruction_sets(${moelith_benchmarks})
 foreach(source IN LISTS moelith_benchmarks)
   cmake_path(GET source STEM name)
   if(name MATCHES "onednn" AND NOT TARGET DNNL::dnnl)

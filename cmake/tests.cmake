@@ -27,7 +27,6 @@ if(moelith_all_tests)
       add_dependencies(moelith_tests moelith_command)
     endif()
   endif()
-  moelith_compile_for_instruction_sets(${moelith_all_tests})
   gtest_discover_tests(moelith_tests
     DISCOVERY_MODE ${moelith_discovery} DISCOVERY_TIMEOUT 60 PROPERTIES TIMEOUT 600 SKIP_REGULAR_EXPRESSION "\\[  SKIPPED \\]")
 endif()
