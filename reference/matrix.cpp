@@ -6,6 +6,7 @@
 #include "reference/matrix.hpp"
 
 #include <algorithm>
+#include <cstring>
 
 #if defined(__GNUC__) && defined(__x86_64__)
 #define MOELITH_REFERENCE_AVX2 1
@@ -21,15 +22,25 @@ constexpr std::int64_t lanes = 4;
 
 #define MOELITH_INLINE inline __attribute__((always_inline))
 
+// Four numbers that the compiler keeps in vector registers.
+typedef double Lanes __attribute__((vector_size(lanes * sizeof(double))));
+MOELITH_INLINE void load(const double* from, Lanes& to) { std::memcpy(&to, from, sizeof to); }
+MOELITH_INLINE double sum_of(const Lanes& v) { return (v[0] + v[1]) + (v[2] + v[3]); }
+
 // out[r] += sum_i a[i] b[r][i] for four rows of b, k columns apart. Each sum runs in four lanes.
 MOELITH_INLINE void dot4(std::int64_t n, const double* a, const double* b, std::int64_t k, double* out) {
-  double s0[lanes] = {}, s1[lanes] = {}, s2[lanes] = {}, s3[lanes] = {};
+  Lanes s0 = {}, s1 = {}, s2 = {}, s3 = {}, x, b0, b1, b2, b3;
   std::int64_t i = 0;
   for (; i + lanes <= n; i += lanes) {
-    for (std::int64_t l = 0; l < lanes; ++l) s0[l] += a[i + l] * b[i + l];
-    for (std::int64_t l = 0; l < lanes; ++l) s1[l] += a[i + l] * b[k + i + l];
-    for (std::int64_t l = 0; l < lanes; ++l) s2[l] += a[i + l] * b[2 * k + i + l];
-    for (std::int64_t l = 0; l < lanes; ++l) s3[l] += a[i + l] * b[3 * k + i + l];
+    load(a + i, x);
+    load(b + i, b0);
+    load(b + k + i, b1);
+    load(b + 2 * k + i, b2);
+    load(b + 3 * k + i, b3);
+    s0 += x * b0;
+    s1 += x * b1;
+    s2 += x * b2;
+    s3 += x * b3;
   }
   for (; i < n; ++i) {
     s0[0] += a[i] * b[i];
@@ -37,10 +48,10 @@ MOELITH_INLINE void dot4(std::int64_t n, const double* a, const double* b, std::
     s2[0] += a[i] * b[2 * k + i];
     s3[0] += a[i] * b[3 * k + i];
   }
-  out[0] += (s0[0] + s0[1]) + (s0[2] + s0[3]);
-  out[1] += (s1[0] + s1[1]) + (s1[2] + s1[3]);
-  out[2] += (s2[0] + s2[1]) + (s2[2] + s2[3]);
-  out[3] += (s3[0] + s3[1]) + (s3[2] + s3[3]);
+  out[0] += sum_of(s0);
+  out[1] += sum_of(s1);
+  out[2] += sum_of(s2);
+  out[3] += sum_of(s3);
 }
 
 // out += sum_r a[r] b[r] for four rows of b, k columns apart.
@@ -89,16 +100,15 @@ MOELITH_INLINE void add_transposed_product_loops(std::int64_t n, std::int64_t m,
                                                  const double* b, double* out) {
   for (std::int64_t c = 0; c < k; c += chunk) {
     const std::int64_t columns = std::min(chunk, k - c);
-    std::int64_t i = 0;
-    for (; i + 4 <= n; i += 4) {
-      for (std::int64_t j = 0; j < m; ++j) {
+    for (std::int64_t j = 0; j < m; ++j) {
+      double* row = out + j * k + c;
+      std::int64_t i = 0;
+      for (; i + 4 <= n; i += 4) {
         const double column[4] = {a[i * m + j], a[(i + 1) * m + j], a[(i + 2) * m + j], a[(i + 3) * m + j]};
-        axpy4(columns, column, b + i * k + c, k, out + j * k + c);
+        axpy4(columns, column, b + i * k + c, k, row);
       }
-    }
-    for (; i < n; ++i) {
-      for (std::int64_t j = 0; j < m; ++j) {
-        for (std::int64_t x = c; x < c + columns; ++x) out[j * k + x] += a[i * m + j] * b[i * k + x];
+      for (; i < n; ++i) {
+        for (std::int64_t x = 0; x < columns; ++x) row[x] += a[i * m + j] * b[i * k + c + x];
       }
     }
   }
