@@ -1,0 +1,153 @@
+#include "executors/cpu/gemm.hpp"
+
+#include <array>
+#include <atomic>
+#include <cstdlib>
+#include <new>
+#include <type_traits>
+
+#include "executors/cpu/gemm_kernels.hpp"
+#include "moelith/tensor.hpp"
+
+namespace moelith::executors::cpu {
+namespace {
+
+constexpr std::align_val_t scratch_alignment{64};
+
+struct Known {
+  InstructionSet set;
+  const char* name;
+};
+constexpr std::array<Known, 3> known{{{InstructionSet::plain, "plain"},
+                                      {InstructionSet::avx2, "avx2"},
+                                      {InstructionSet::avx512, "avx512"}}};
+
+bool available(InstructionSet set) {
+#if defined(__x86_64__)
+  switch (set) {
+    case InstructionSet::plain:
+      return true;
+    case InstructionSet::avx2:
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    case InstructionSet::avx512:
+      return available(InstructionSet::avx2) && __builtin_cpu_supports("avx512f") &&
+             __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+  }
+  return false;
+#else
+  return set == InstructionSet::plain;
+#endif
+}
+
+const GemmKernels* kernels_of(InstructionSet set) {
+#if defined(__x86_64__)
+  if (set == InstructionSet::avx2) return &gemm_kernels_avx2;
+  if (set == InstructionSet::avx512) return &gemm_kernels_avx512;
+#endif
+  return &gemm_kernels_plain;
+}
+
+std::string names(const std::vector<InstructionSet>& sets) {
+  std::string text;
+  for (InstructionSet set : sets) text += (text.empty() ? "" : ", ") + std::string(to_string(set));
+  return text;
+}
+
+void require_available(InstructionSet set, const std::string& source) {
+  if (!available(set)) {
+    throw Error(Status::unsupported, source + " asks for the instruction set " + to_string(set) +
+                                         ", which this machine lacks; it has " +
+                                         names(available_instruction_sets()));
+  }
+}
+
+constexpr int unset = -1;
+std::atomic<int> chosen{unset};  // an InstructionSet
+
+}  // namespace
+
+Scratch::~Scratch() { ::operator delete(memory_, scratch_alignment); }
+
+void* Scratch::reserve(std::size_t bytes) {
+  if (bytes > capacity_) {
+    ::operator delete(memory_, scratch_alignment);
+    memory_ = nullptr;
+    capacity_ = 0;
+    memory_ = ::operator new(bytes, scratch_alignment);
+    capacity_ = bytes;
+  }
+  return memory_;
+}
+
+const char* to_string(InstructionSet set) {
+  for (const Known& one : known)
+    if (one.set == set) return one.name;
+  return "unknown";
+}
+
+InstructionSet instruction_set_from(const std::string& name) {
+  std::string accepted;
+  for (const Known& one : known) {
+    if (name == one.name) return one.set;
+    accepted += (accepted.empty() ? "" : ", ") + std::string(one.name);
+  }
+  throw Error(Status::invalid_argument, "instruction set \"" + name + "\" is not one of: " + accepted);
+}
+
+std::vector<InstructionSet> available_instruction_sets() {
+  std::vector<InstructionSet> sets;
+  for (const Known& one : known)
+    if (available(one.set)) sets.push_back(one.set);
+  return sets;
+}
+
+InstructionSet instruction_set() {
+  int set = chosen.load(std::memory_order_relaxed);
+  if (set == unset) {
+    // Threads that come here at the same time all find the same.
+    InstructionSet found = available_instruction_sets().back();
+    if (const char* name = std::getenv("MOELITH_CPU_ISA"); name && *name) {
+      found = instruction_set_from(name);
+      require_available(found, "MOELITH_CPU_ISA");
+    }
+    set = static_cast<int>(found);
+    int expected = unset;
+    if (!chosen.compare_exchange_strong(expected, set, std::memory_order_relaxed)) set = expected;
+  }
+  return static_cast<InstructionSet>(set);
+}
+
+void set_instruction_set(InstructionSet choice) {
+  require_available(choice, "set_instruction_set");
+  chosen.store(static_cast<int>(choice), std::memory_order_relaxed);
+}
+
+template <class Storage>
+void gemm(const Operand<Storage>& a, const Operand<Storage>& b, std::int64_t m, std::int64_t n, std::int64_t k,
+          numerics::accumulator_t<Storage>* c, std::int64_t ldc, bool accumulate, Scratch& scratch) {
+  if (m <= 0 || n <= 0) return;
+  if (k <= 0) {
+    if (!accumulate) {
+      for (std::int64_t i = 0; i < m; ++i)
+        for (std::int64_t j = 0; j < n; ++j) c[i * ldc + j] = 0;
+    }
+    return;
+  }
+  const GemmKernels* kernels = kernels_of(instruction_set());
+  if constexpr (std::is_same_v<Storage, numerics::bfloat16>) {
+    kernels->bfloat16(a, b, m, n, k, c, ldc, accumulate, scratch);
+  } else if constexpr (std::is_same_v<Storage, float>) {
+    kernels->float32(a, b, m, n, k, c, ldc, accumulate, scratch);
+  } else {
+    kernels->float64(a, b, m, n, k, c, ldc, accumulate, scratch);
+  }
+}
+
+template void gemm(const Operand<numerics::bfloat16>&, const Operand<numerics::bfloat16>&, std::int64_t, std::int64_t,
+                   std::int64_t, float*, std::int64_t, bool, Scratch&);
+template void gemm(const Operand<float>&, const Operand<float>&, std::int64_t, std::int64_t, std::int64_t, float*,
+                   std::int64_t, bool, Scratch&);
+template void gemm(const Operand<double>&, const Operand<double>&, std::int64_t, std::int64_t, std::int64_t, double*,
+                   std::int64_t, bool, Scratch&);
+
+}  // namespace moelith::executors::cpu
