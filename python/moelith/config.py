@@ -1,0 +1,170 @@
+"""What a layer computes (LayerConfig) and how it is run (PlanOptions).
+
+The fields, their defaults and their meaning are those of include/moelith/config.hpp and layer.hpp; they are checked by
+the C++ library when the layer is first used or when `LayerConfig.validate` is called. The element type is no part of a
+LayerConfig: it is that of the tensors.
+"""
+
+import dataclasses
+import functools
+import json
+from dataclasses import dataclass
+
+
+_WEIGHT_KINDS = ("gate_up_proj", "gate_up_bias", "down_proj", "down_bias")
+
+
+def _canonical_json(instance, leave_out=()):
+    fields = {k: v for k, v in dataclasses.asdict(instance).items() if k not in leave_out}
+    return json.dumps(fields, sort_keys=True, separators=(",", ":"))
+
+
+@dataclass(frozen=True)
+class Activation:
+    """kind: swiglu, swiglu_clamped (GPT-OSS), geglu_erf, geglu_tanh, relu_squared (no gate: gate_up_proj has I rows)."""
+
+    kind: str = "swiglu"
+    limit: float = 7.0  # swiglu_clamped only, as the next two
+    alpha: float = 1.702
+    up_offset: float = 1.0
+
+    @property
+    def gated(self):
+        return self.kind != "relu_squared"
+
+
+@dataclass(frozen=True)
+class SharedExpert:
+    """An expert that every token passes. gated: scaled by sigmoid(shared_gate_logits[:, s]) (Qwen2-MoE)."""
+
+    intermediate_size: int
+    gated: bool = False
+
+
+@dataclass(frozen=True)
+class Router:
+    """kind: softmax_topk (Mixtral, Qwen3, OLMoE), topk_softmax (GPT-OSS), sigmoid (DeepSeek-V3)."""
+
+    kind: str = "softmax_topk"
+    renormalize: bool = False
+    scaling_factor: float = 1.0
+    selection_bias: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score_size: int = 2
+    aux_loss: str = "none"  # none, batch, sequence, global
+    aux_loss_coefficient: float = 0.0
+    z_loss_coefficient: float = 0.0
+    capacity_factor: float = 0.0  # 0: no token is dropped
+    drop_policy: str = "by_score"  # by_score, by_position
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    hidden_size: int  # H, a multiple of 8
+    intermediate_size: int  # I, a multiple of 8
+    num_experts: int  # E, over all ranks of an expert-parallel group
+    top_k: int
+    activation: Activation = Activation()
+    gate_up_bias: bool = False
+    down_bias: bool = False
+    weight_placement: str = "after_down"  # after_down, before_down
+    shared_experts: tuple[SharedExpert, ...] = ()
+    router: Router = Router()
+
+    def __post_init__(self):
+        object.__setattr__(self, "shared_experts", tuple(self.shared_experts))
+        object.__setattr__(self, "_key", _canonical_json(self))
+        given = {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias}
+        kinds = [kind for kind in _WEIGHT_KINDS if given.get(kind, True)]
+        names = tuple((owner, kind) for owner in range(-1, len(self.shared_experts)) for kind in kinds)
+        object.__setattr__(self, "_weights", names)
+
+    @property
+    def key(self) -> str:
+        """This config as JSON text: equal for equal configs."""
+        return self._key
+
+    @property
+    def weights(self) -> tuple[tuple[int, str], ...]:
+        """The weights that the layer has, as (-1 or the index of the shared expert, kind)."""
+        return self._weights
+
+    @staticmethod
+    def from_key(key: str) -> "LayerConfig":
+        fields = json.loads(key)
+        return LayerConfig(
+            **fields
+            | {
+                "activation": Activation(**fields["activation"]),
+                "shared_experts": tuple(SharedExpert(**shared) for shared in fields["shared_experts"]),
+                "router": Router(**fields["router"]),
+            }
+        )
+
+    def gate_up_rows(self, intermediate_size: int) -> int:
+        """Rows of gate_up_proj of an expert of this width: 2 I, or I for an activation without a gate."""
+        return 2 * intermediate_size if self.activation.gated else intermediate_size
+
+    @property
+    def any_shared_gate(self) -> bool:
+        return any(shared.gated for shared in self.shared_experts)
+
+    def validate(self, dtype: str = "float32") -> None:
+        """Raises ValueError that names the field, its value and what is accepted."""
+        native_config(self.key, dtype).validate()
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """How a layer is run. Results depend on none of these, except that experts are spread over the ranks of `group`.
+
+    max_tokens: the largest number of tokens of any call on this rank. None, allowed for a group of one rank only: as
+        many as come (plans are made for 64, 128, 256, ... tokens as needed).
+    workers: CPU threads, or SMs of the GPU; 0: all that the process may use.
+    recompute: keep x and the routing table only; backward runs gate_up again.
+    group: a moelith.Group; None: a group of one rank.
+    expert_rank: the rank of each expert; empty: contiguous blocks of experts.
+    tile_columns, shuffle_seed: for tests and tuning.
+    """
+
+    max_tokens: int | None = None
+    workers: int = 0
+    recompute: bool = False
+    group: object = None
+    expert_rank: tuple[int, ...] = ()
+    tile_columns: int = 0
+    shuffle_seed: int = 0
+
+    def __post_init__(self):
+        object.__setattr__(self, "expert_rank", tuple(self.expert_rank))
+        plain = dataclasses.replace(self, group=None) if self.group is not None else self
+        object.__setattr__(self, "_key", _canonical_json(plain, leave_out=("group",)))
+        object.__setattr__(self, "_group_handle", self.group.handle if self.group is not None else 0)
+
+    @property
+    def key(self) -> str:
+        """These options, except the group, as JSON text."""
+        return self._key
+
+    @property
+    def group_handle(self) -> int:
+        return self._group_handle
+
+
+def _assign(native, fields):
+    for name, value in fields.items():
+        setattr(native, name, value)
+    return native
+
+
+@functools.lru_cache(maxsize=None)
+def native_config(key: str, dtype: str):
+    """The C++ LayerConfig of LayerConfig.key; shared, so it must not be changed."""
+    from moelith import _moelith
+
+    fields = json.loads(key)
+    fields["activation"] = _assign(_moelith.ActivationConfig(), fields["activation"])
+    fields["router"] = _assign(_moelith.RouterConfig(), fields["router"])
+    fields["shared_experts"] = [_assign(_moelith.SharedExpertConfig(), shared) for shared in fields["shared_experts"]]
+    return _assign(_moelith.LayerConfig(), fields | {"dtype": dtype})

@@ -1,0 +1,256 @@
+"""moelith.MoE: the layer with its parameters and its router, as an nn.Module."""
+
+import math
+from typing import Optional
+
+import torch
+from torch import Tensor, nn
+
+from moelith import functional
+from moelith.config import LayerConfig, PlanOptions
+
+
+class SharedExpertWeights(nn.Module):
+    """The parameters of one shared expert; their shapes are those of functional.SharedWeights."""
+
+    def __init__(self, config: LayerConfig, intermediate_size: int, device=None, dtype=None):
+        super().__init__()
+        _add_weights(self, config, intermediate_size, (), device, dtype)
+
+    def weights(self) -> functional.SharedWeights:
+        return functional.SharedWeights(self.gate_up_proj, self.down_proj, self.gate_up_bias, self.down_bias)
+
+
+def _add_weights(module, config, intermediate_size, leading, device, dtype):
+    rows = config.gate_up_rows(intermediate_size)
+    shapes = {
+        "gate_up_proj": (*leading, rows, config.hidden_size),
+        "gate_up_bias": (*leading, rows) if config.gate_up_bias else None,
+        "down_proj": (*leading, config.hidden_size, intermediate_size),
+        "down_bias": (*leading, config.hidden_size) if config.down_bias else None,
+    }
+    for name, shape in shapes.items():
+        value = None if shape is None else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        module.register_parameter(name, value)
+
+
+class MoE(nn.Module):
+    """A mixture-of-experts layer with its router.
+
+    Parameters and buffers, which are also the entries of the state dict (E experts, or those of this rank where
+    options.group has several; H hidden_size, I intermediate_size, S shared experts):
+
+        router.weight [E, H], router.bias [E]               nn.Linear; bias with router_bias
+        gate_up_proj [E, 2I, H], gate_up_bias [E, 2I]       rows [gate; up]; [E, I, H], [E, I] without a gate
+        down_proj [E, H, I], down_bias [E, H]
+        shared_experts.{s}.gate_up_proj [2 I_s, H], ...     the same of each shared expert, without the first dimension
+        shared_gate.weight [S, H]                           nn.Linear, where a shared expert is gated
+        selection_bias [E]                                  buffer, where config.router.selection_bias; float32 (float64
+                                                            in a float64 layer) whatever dtype the module is moved to
+
+    router_dtype: the router's product runs in this dtype (DeepSeek-V3: float32); None: in that of its input.
+    main_gradients: backward adds the gradients of the experts' weights (routed and shared) to the float32 tensors that
+    the caller has put at `parameter.main_grad`, as Megatron-Core does, and leaves `parameter.grad` at None. Parameters
+    without that attribute get their .grad as usual. A parameter with an attribute `grad_added_to_main_grad` (set by
+    Megatron-Core's data parallelism) gets it set to True, and zeros as its .grad, which trigger its hooks.
+    """
+
+    def __init__(
+        self,
+        config: LayerConfig,
+        *,
+        router_bias: bool = False,
+        router_dtype: Optional[torch.dtype] = None,
+        main_gradients: bool = False,
+        options: PlanOptions = PlanOptions(),
+        device=None,
+        dtype: Optional[torch.dtype] = None,
+    ):
+        super().__init__()
+        config.validate()
+        self.config = config
+        self.options = options
+        self.router_dtype = router_dtype
+        self.main_gradients = main_gradients
+        self.local_experts = _local_experts(config.num_experts, options)
+
+        factory = {"device": device, "dtype": dtype}
+        self.router = nn.Linear(config.hidden_size, config.num_experts, bias=router_bias, **factory)
+        _add_weights(self, config, config.intermediate_size, (len(self.local_experts),), **factory)
+        self.shared_experts = nn.ModuleList(
+            SharedExpertWeights(config, shared.intermediate_size, **factory) for shared in config.shared_experts
+        )
+        self.shared_gate = (
+            nn.Linear(config.hidden_size, len(config.shared_experts), bias=False, **factory)
+            if config.any_shared_gate
+            else None
+        )
+        accumulator = functional.accumulator_dtype(self.gate_up_proj.dtype)
+        selection_bias = (
+            torch.zeros(config.num_experts, device=device, dtype=accumulator) if config.router.selection_bias else None
+        )
+        self.register_buffer("selection_bias", selection_bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Weights uniform within 1/sqrt(columns), as nn.Linear has them; biases 0."""
+        self.router.reset_parameters()
+        if self.shared_gate is not None:
+            self.shared_gate.reset_parameters()
+        for holder in (self, *self.shared_experts):
+            for projection in (holder.gate_up_proj, holder.down_proj):
+                bound = 1 / math.sqrt(projection.shape[-1])
+                nn.init.uniform_(projection, -bound, bound)
+            for bias in (holder.gate_up_bias, holder.down_bias):
+                if bias is not None:
+                    nn.init.zeros_(bias)
+        if self.selection_bias is not None:
+            nn.init.zeros_(self.selection_bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        num_valid_tokens: Optional[Tensor] = None,
+        num_sequences: Optional[int] = None,
+        router_logits: Optional[Tensor] = None,
+        topk_ids: Optional[Tensor] = None,
+        topk_weights: Optional[Tensor] = None,
+        return_routing: bool = False,
+    ):
+        """x [..., H] -> y of the same shape; with return_routing a functional.MoEOutput, which has the losses too.
+
+        num_sequences (for the sequence aux loss) is by default the product of x's dimensions before the last two.
+        router_logits, or topk_ids and topk_weights, take the place of the layer's own router.
+        """
+        if num_sequences is None:
+            num_sequences = math.prod(x.shape[:-2])
+        if router_logits is None and topk_ids is None and topk_weights is None:
+            router_logits = self.router_logits(x)
+        routed = functional.SharedWeights(self.gate_up_proj, self.down_proj, self.gate_up_bias, self.down_bias)
+        shared = [expert.weights() for expert in self.shared_experts]
+        main_gradients = self._main_gradients(routed, shared) if self.main_gradients else None
+        if torch.is_autocast_enabled(x.device.type):  # as for the linear layers around this one
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x = x.to(dtype)
+            routed = _cast(routed, dtype)
+            shared = [_cast(expert, dtype) for expert in shared]
+        return functional.moe(
+            x,
+            config=self.config,
+            **routed._asdict(),
+            router_logits=router_logits,
+            topk_ids=topk_ids,
+            topk_weights=topk_weights,
+            selection_bias=self.selection_bias,
+            shared=shared,
+            shared_gate_logits=None if self.shared_gate is None else self.shared_gate(x),
+            num_valid_tokens=num_valid_tokens,
+            num_sequences=num_sequences,
+            options=self.options,
+            main_gradients=main_gradients,
+            return_routing=return_routing,
+        )
+
+    def router_logits(self, x: Tensor) -> Tensor:
+        """[..., E]"""
+        if self.router_dtype is None:
+            return self.router(x)
+        weight, bias = self.router.weight, self.router.bias
+        with torch.autocast(x.device.type, enabled=False):
+            return nn.functional.linear(
+                x.to(self.router_dtype),
+                weight.to(self.router_dtype),
+                None if bias is None else bias.to(self.router_dtype),
+            )
+
+    @torch.no_grad()
+    def update_selection_bias(self, expert_counts: Tensor, rate: float = 1e-3) -> None:
+        """Balances without an auxiliary loss: bias[e] += rate * sign(mean(expert_counts) - expert_counts[e]).
+
+        expert_counts [E] int64: the sum of MoEOutput.expert_counts over the batch (and the ranks) of a step. Call it
+        when no forward awaits its backward, usually after the optimizer's step.
+        """
+        if self.selection_bias is None:
+            raise ValueError("selection_bias: this layer has none; set config.router.selection_bias")
+        functional.update_selection_bias(self.selection_bias, expert_counts, rate)
+
+    def extra_repr(self) -> str:
+        config = self.config
+        return (
+            f"hidden_size={config.hidden_size}, intermediate_size={config.intermediate_size}, "
+            f"num_experts={config.num_experts}, top_k={config.top_k}, activation={config.activation.kind}, "
+            f"router={config.router.kind}"
+        )
+
+    def _main_gradients(self, routed, shared):
+        holders = [(-1, routed), *enumerate(shared)]
+        return {
+            functional.weight_name(owner, kind): tensor.main_grad
+            for owner, weights in holders
+            for kind, tensor in weights._asdict().items()
+            if tensor is not None and getattr(tensor, "main_grad", None) is not None
+        }
+
+    def _apply(self, fn, recurse=True):
+        selection_bias = self.selection_bias
+        super()._apply(fn, recurse)
+        accumulator = functional.accumulator_dtype(self.gate_up_proj.dtype)
+        if selection_bias is not None and (accumulator != self.selection_bias.dtype):
+            # Moved, but neither rounded to the layer's dtype nor left behind by it.
+            self.selection_bias = selection_bias.to(self.selection_bias.device, accumulator)
+        return self
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, errors):
+        before = len(errors)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, errors
+        )
+        errors[before:] = [error + self._layout_hint(state_dict, prefix, error) for error in errors[before:]]
+        foreign = _foreign_layout(key[len(prefix) :] for key in state_dict if key.startswith(prefix))
+        if foreign and strict:
+            errors.append(
+                f"{prefix or 'state dict: '}{foreign} This layer has {', '.join(self.state_dict())}. "
+                "moelith.convert.to_moelith converts the blocks of Hugging Face transformers."
+            )
+
+    def _layout_hint(self, state_dict, prefix, error):
+        for name in ("gate_up_proj", "down_proj"):
+            found = state_dict.get(prefix + name)
+            if f"size mismatch for {prefix}{name}:" not in error or found is None:
+                continue
+            expected = getattr(self, name).shape
+            if found.shape == (expected[0], expected[2], expected[1]):
+                return (
+                    f" The last two dimensions are swapped: {name} is stored as [E, columns, rows], as GPT-OSS has it, "
+                    "where its rows are interleaved too; moelith.convert.to_moelith converts it."
+                )
+            if found.shape[1:] == expected[1:]:
+                return f" It holds {found.shape[0]} experts, and this rank has {expected[0]}."
+        return ""
+
+
+def _cast(weights, dtype):
+    return type(weights)(*(None if tensor is None else tensor.to(dtype) for tensor in weights))
+
+
+def _foreign_layout(names):
+    """What is told of a state dict that is laid out as another library has it; '' for one that is not."""
+    for name in names:
+        if name.startswith("experts.") or name.startswith("gate."):
+            return f"holds '{name}', which is a name of the Hugging Face layout."
+        if name.startswith(("w1", "w2", "w3", "gate_proj", "up_proj")):
+            return f"holds '{name}': gate and up are one tensor here, gate_up_proj with rows [gate; up]."
+    return ""
+
+
+def _local_experts(num_experts, options):
+    """Global ids of the experts of this rank, ascending (include/moelith/layer.hpp, PlanOptions::expert_rank)."""
+    group = options.group
+    if group is None or group.size == 1:
+        return list(range(num_experts))
+    if options.expert_rank:
+        return [expert for expert, rank in enumerate(options.expert_rank) if rank == group.rank]
+    fewest, more = divmod(num_experts, group.size)
+    first = group.rank * fewest + min(group.rank, more)
+    return list(range(first, first + fewest + (group.rank < more)))

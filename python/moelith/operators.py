@@ -1,0 +1,377 @@
+"""The layer as operators of PyTorch: torch.ops.moelith.*, with fake kernels and autograd.
+
+Private: moelith.functional is the interface. `config` is a LayerConfig.key, `options` a PlanOptions.key, `group` the
+handle of a Group (0: one rank). `weights` is the list in the order of LayerConfig.weights.
+
+  moe                        forward; differentiable
+  moe_backward               its gradients
+  moe_backward_accumulate    likewise, and adds weight gradients to float32 main gradients in place
+  update_selection_bias      the bias update of balancing without an auxiliary loss
+"""
+
+import functools
+from typing import List, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from moelith import _moelith
+from moelith.config import LayerConfig
+from moelith.runtime import BUFFER_ALIGNMENT, Group, aligned_empty, view
+
+_TENSOR_INPUTS = (
+    "x",
+    "router_logits",
+    "topk_ids",
+    "topk_weights",
+    "selection_bias",
+    "shared_gate_logits",
+    "num_valid_tokens",
+)
+_DIFFERENTIABLE = ("x", "router_logits", "topk_weights", "shared_gate_logits")
+_UPSTREAM = ("y", "topk_weights", "aux_loss", "z_loss")
+
+
+@functools.lru_cache(maxsize=None)
+def parsed_config(key: str) -> LayerConfig:
+    return LayerConfig.from_key(key)
+
+
+def _fill_weights(target, shared_type, config, tensors, convert):
+    """Sets the members of a Weights or WeightGradients from a list in the order of LayerConfig.weights; None is left out."""
+    layer = parsed_config(config)
+    shared = [shared_type() for _ in layer.shared_experts]
+    for (owner, kind), tensor in zip(layer.weights, tensors, strict=True):
+        if tensor is not None:
+            name = kind if owner < 0 else f"shared[{owner}].{kind}"
+            setattr(target if owner < 0 else shared[owner], kind, convert(tensor, name))
+    target.shared = shared
+    return target
+
+
+def _prepared(tensors):
+    """The inputs by name, copied where their layout is none that the library takes; weights are never copied."""
+    named = dict(zip(_TENSOR_INPUTS, tensors, strict=True))
+    named["x"] = _rows(named["x"])
+    return {name: tensor if tensor is None or name == "x" else tensor.contiguous() for name, tensor in named.items()}
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where its rows are not contiguous or overlap."""
+    if tensor.is_contiguous() or (tensor.dim() == 2 and tensor.stride(1) == 1 and tensor.stride(0) >= tensor.shape[1]):
+        return tensor
+    return tensor.contiguous()
+
+
+def _native_inputs(tensors, weights, config, num_sequences):
+    inputs = _moelith.Inputs()
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            setattr(inputs, name, view(tensor, name))
+    inputs.num_sequences = num_sequences
+    inputs.weights = _fill_weights(_moelith.Weights(), _moelith.Weights.Shared, config, weights, view)
+    return inputs
+
+
+def accumulator_dtype(dtype):
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _stream(device):
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def _empty_outputs(x, config):
+    """y, topk_ids, topk_weights, expert_counts, aux_loss, z_loss"""
+    layer = parsed_config(config)
+    accumulator = accumulator_dtype(x.dtype)
+    tokens = x.shape[0]
+    return (
+        x.new_empty((tokens, x.shape[1])),
+        x.new_empty((tokens, layer.top_k), dtype=torch.int32),
+        x.new_empty((tokens, layer.top_k), dtype=accumulator),
+        x.new_empty((layer.num_experts,), dtype=torch.int64),
+        x.new_empty((), dtype=accumulator),
+        x.new_empty((), dtype=accumulator),
+    )
+
+
+@torch.library.custom_op("moelith::moe", mutates_args=())
+def moe(
+    x: Tensor,
+    router_logits: Optional[Tensor],
+    topk_ids: Optional[Tensor],
+    topk_weights: Optional[Tensor],
+    selection_bias: Optional[Tensor],
+    shared_gate_logits: Optional[Tensor],
+    num_valid_tokens: Optional[Tensor],
+    weights: List[Tensor],
+    main_gradients: List[Tensor],
+    main_gradient_mask: int,
+    config: str,
+    options: str,
+    group: int,
+    num_sequences: int,
+    save: bool,
+) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """-> y, topk_ids, topk_weights, expert_counts, aux_loss, z_loss, and what backward needs (empty without `save`).
+
+    main_gradients: float32 tensors that backward adds the gradients of some weights to; bit i of main_gradient_mask
+    says that weight i has one.
+    """
+    tensors = _prepared(
+        (x, router_logits, topk_ids, topk_weights, selection_bias, shared_gate_logits, num_valid_tokens)
+    )
+    x = tensors["x"]
+    results = _empty_outputs(x, config)
+    outputs = _moelith.Outputs()
+    outputs.y = view(results[0], "y")
+    outputs.topk_ids = view(results[1], "topk_ids")
+    outputs.topk_weights = view(results[2], "topk_weights")
+    outputs.expert_counts = view(results[3], "expert_counts")
+    if router_logits is not None:
+        outputs.aux_loss = view(results[4], "aux_loss")
+        outputs.z_loss = view(results[5], "z_loss")
+    else:  # the caller routed: there are no logits to take a loss of
+        results[4].zero_()
+        results[5].zero_()
+    owner = Group.of(group)
+    with owner.lock:
+        plan = owner.plan(config, options, x.dtype, x.device.type, x.shape[0])
+        sizes = plan.buffer_sizes(x.shape[0])
+        saved = aligned_empty(sizes.saved, x.device) if save else x.new_empty((0,), dtype=torch.uint8)
+        workspace = owner.workspace(sizes.workspace, x.device)
+        inputs = _native_inputs(tensors, weights, config, num_sequences)
+        plan.forward(inputs, outputs, saved.data_ptr() if save else 0, workspace.data_ptr(), _stream(x.device))
+    return (*results, saved)
+
+
+@moe.register_fake
+def _(
+    x,
+    router_logits,
+    topk_ids,
+    topk_weights,
+    selection_bias,
+    shared_gate_logits,
+    num_valid_tokens,
+    weights,
+    main_gradients,
+    main_gradient_mask,
+    config,
+    options,
+    group,
+    num_sequences,
+    save,
+):
+    tokens = x.shape[0]
+    if not save:
+        size = 0
+    elif isinstance(tokens, int):
+        owner = Group.of(group)
+        with owner.lock:
+            size = owner.plan(config, options, x.dtype, x.device.type, tokens).buffer_sizes(tokens).saved
+    else:  # a symbolic number of tokens: the plan is made, and asked, when the number is known
+        size = torch.library.get_ctx().new_dynamic_size()
+    return (*_empty_outputs(x, config), x.new_empty((size,), dtype=torch.uint8))
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, weights, main_gradients, mask, config, options, group, num_sequences, save = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *weights, output[-1])
+    # Main gradients change between forward and backward (that is their purpose), which save_for_backward would refuse.
+    ctx.main_gradients = list(main_gradients)
+    ctx.main_gradient_mask = mask
+    ctx.settings = (config, options, group, num_sequences)
+
+
+def _backward(ctx, grad_y, _ids, grad_topk_weights, _counts, grad_aux_loss, grad_z_loss, _saved):
+    n = len(_TENSOR_INPUTS)
+    *tensors, saved = ctx.saved_tensors
+    tensors, weights = list(tensors[:n]), list(tensors[n:])
+    needs = list(ctx.needs_input_grad)
+    needs_weights = needs[n] or [False] * len(weights)
+    masked = ctx.main_gradient_mask
+    wanted = [needs[_TENSOR_INPUTS.index(name)] for name in _DIFFERENTIABLE]
+    wanted += [need and not masked >> i & 1 for i, need in enumerate(needs_weights)]
+    no_gradients = (None,) * n + ([None] * len(weights), [None] * len(ctx.main_gradients)) + (None,) * 6
+    upstream = [grad_y, grad_topk_weights, grad_aux_loss, grad_z_loss]
+    if all(gradient is None for gradient in upstream):
+        return no_gradients
+
+    # Frozen weights have no main gradient to add to.
+    accumulate = [i for i, need in enumerate(needs_weights) if need and masked >> i & 1]
+    if not any(wanted) and not accumulate:
+        return no_gradients
+    mask = sum(1 << i for i, want in enumerate(wanted) if want)
+    arguments = (tensors, weights, saved, upstream, mask, *ctx.settings)
+    if accumulate:
+        position = {i: at for at, i in enumerate(i for i in range(len(weights)) if masked >> i & 1)}
+        targets = [ctx.main_gradients[position[i]] for i in accumulate]
+        gradients = _gradient_buffers(tensors, weights, mask)
+        moe_backward_accumulate(targets, gradients, sum(1 << i for i in accumulate), *arguments)
+    else:
+        gradients = moe_backward(*arguments)
+
+    remaining = iter(gradients)
+    of_tensors = dict.fromkeys(_TENSOR_INPUTS)
+    for name, want in zip(_DIFFERENTIABLE, wanted):
+        if want:
+            of_tensors[name] = next(remaining)
+    of_weights = [next(remaining) if want else None for want in wanted[len(_DIFFERENTIABLE) :]]
+    for i in accumulate:
+        of_weights[i] = _placeholder_of_main_gradient(weights[i])
+    return (*of_tensors.values(), of_weights, [None] * len(ctx.main_gradients)) + (None,) * 6
+
+
+def _placeholder_of_main_gradient(weight):
+    """What .grad gets where the gradient went to the main gradient: nothing, or, by Megatron's protocol, zeros.
+
+    Megatron-Core's data parallelism sets `grad_added_to_main_grad = False` on its parameters, waits for the hook that
+    a .grad triggers, and skips its own addition where the attribute has become True.
+    """
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    return torch.zeros_like(weight)
+
+
+moe.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _gradient_buffers(tensors, weights, wanted):
+    """Uninitialised tensors for the gradients whose bits are set in `wanted`: of _DIFFERENTIABLE, then of the weights."""
+    named = dict(zip(_TENSOR_INPUTS, tensors))
+    sources = [*(named[name] for name in _DIFFERENTIABLE), *weights]
+    return [source.new_empty(source.shape) for i, source in enumerate(sources) if wanted >> i & 1]
+
+
+def _run_backward(
+    gradients,
+    wanted,
+    main_gradients,
+    main_gradient_mask,
+    tensors,
+    weights,
+    saved,
+    upstream,
+    config,
+    options,
+    group,
+    num_sequences,
+):
+    tensors = _prepared(tensors)
+    x = tensors["x"]
+    if saved.data_ptr() % BUFFER_ALIGNMENT:  # a hook on saved tensors moved it
+        saved = aligned_empty(saved.numel(), saved.device).copy_(saved)
+
+    output_gradients = _moelith.OutputGradients()
+    upstream = {name: _rows(tensor) for name, tensor in zip(_UPSTREAM, upstream) if tensor is not None}
+    for name, tensor in upstream.items():
+        setattr(output_gradients, name, view(tensor, f"gradient of {name}"))
+
+    remaining = iter(gradients)
+    input_gradients = _moelith.InputGradients()
+    for i, name in enumerate(_DIFFERENTIABLE):
+        if wanted >> i & 1:
+            setattr(input_gradients, name, view(next(remaining), f"gradient of {name}"))
+    remaining_main = iter(main_gradients)
+    of_weights = [None] * len(weights)  # (tensor, whether to add to it)
+    for i in range(len(weights)):
+        if main_gradient_mask >> i & 1:
+            of_weights[i] = (next(remaining_main), True)
+        elif wanted >> len(_DIFFERENTIABLE) + i & 1:
+            of_weights[i] = (next(remaining), False)
+    input_gradients.weights = _fill_weights(
+        _moelith.WeightGradients(),
+        _moelith.WeightGradients.Shared,
+        config,
+        of_weights,
+        lambda target, name: _moelith.Gradient(view(target[0], f"gradient of {name}"), target[1]),
+    )
+    owner = Group.of(group)
+    with owner.lock:
+        plan = owner.plan(config, options, x.dtype, x.device.type, x.shape[0])
+        workspace = owner.workspace(plan.buffer_sizes(x.shape[0]).workspace, x.device)
+        inputs = _native_inputs(tensors, weights, config, num_sequences)
+        plan.backward(
+            inputs, saved.data_ptr(), output_gradients, input_gradients, workspace.data_ptr(), _stream(x.device)
+        )
+
+
+@torch.library.custom_op("moelith::moe_backward", mutates_args=())
+def moe_backward(
+    tensors: List[Optional[Tensor]],
+    weights: List[Tensor],
+    saved: Tensor,
+    upstream: List[Optional[Tensor]],
+    wanted: int,
+    config: str,
+    options: str,
+    group: int,
+    num_sequences: int,
+) -> List[Tensor]:
+    """-> the gradients whose bits are set in `wanted`: of _DIFFERENTIABLE, then of the weights.
+
+    tensors: the inputs of `moe` named in _TENSOR_INPUTS; upstream: the gradients of its outputs named in _UPSTREAM.
+    """
+    gradients = _gradient_buffers(tensors, weights, wanted)
+    settings = (config, options, group, num_sequences)
+    _run_backward(gradients, wanted, [], 0, tensors, weights, saved, upstream, *settings)
+    return gradients
+
+
+@moe_backward.register_fake
+def _(tensors, weights, saved, upstream, wanted, config, options, group, num_sequences):
+    return _gradient_buffers(tensors, weights, wanted)
+
+
+# Writes into its arguments only: torch.compile takes no operator that both changes a list and returns one.
+@torch.library.custom_op("moelith::moe_backward_accumulate", mutates_args=("main_gradients", "gradients"))
+def moe_backward_accumulate(
+    main_gradients: List[Tensor],
+    gradients: List[Tensor],
+    main_gradient_mask: int,
+    tensors: List[Optional[Tensor]],
+    weights: List[Tensor],
+    saved: Tensor,
+    upstream: List[Optional[Tensor]],
+    wanted: int,
+    config: str,
+    options: str,
+    group: int,
+    num_sequences: int,
+) -> None:
+    """Writes what moe_backward returns into `gradients`, and adds the gradients of the weights in main_gradient_mask to
+    main_gradients."""
+    settings = (config, options, group, num_sequences)
+    _run_backward(gradients, wanted, main_gradients, main_gradient_mask, tensors, weights, saved, upstream, *settings)
+
+
+@moe_backward_accumulate.register_fake
+def _(
+    main_gradients,
+    gradients,
+    main_gradient_mask,
+    tensors,
+    weights,
+    saved,
+    upstream,
+    wanted,
+    config,
+    options,
+    group,
+    num_sequences,
+):
+    return None
+
+
+@torch.library.custom_op("moelith::update_selection_bias", mutates_args=("bias",))
+def update_selection_bias(bias: Tensor, counts: Tensor, rate: float) -> None:
+    _moelith.update_selection_bias(view(bias, "bias"), view(counts, "counts"), rate)
+
+
+@update_selection_bias.register_fake
+def _(bias, counts, rate):
+    return None

@@ -1,0 +1,151 @@
+"""Groups, and what is kept for each of them between calls: plans, the workspace, and the views of tensors."""
+
+import itertools
+import json
+import threading
+import weakref
+
+import torch
+
+from moelith import _moelith
+from moelith.config import native_config
+
+_DTYPES = {
+    torch.float64: _moelith.DataType.float64,
+    torch.float32: _moelith.DataType.float32,
+    torch.bfloat16: _moelith.DataType.bfloat16,
+    torch.int64: _moelith.DataType.int64,
+    torch.int32: _moelith.DataType.int32,
+    torch.uint8: _moelith.DataType.uint8,
+}
+BUFFER_ALIGNMENT = 256  # bytes, of saved buffers and of the workspace (include/moelith/layer.hpp)
+_SMALLEST_PLAN = 64  # tokens
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def view(tensor: torch.Tensor, name: str):
+    """The TensorView of a tensor, which the caller keeps alive. A scalar is seen as of shape [1]."""
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None:
+        accepted = ", ".join(dtype_name(d) for d in _DTYPES)
+        raise ValueError(f"{name}: dtype {dtype_name(tensor.dtype)}; accepted: {accepted}")
+    shape = tensor.shape or (1,)
+    if tensor.is_contiguous():
+        return _moelith.TensorView(tensor.data_ptr(), dtype, shape)
+    return _moelith.TensorView(tensor.data_ptr(), dtype, shape, tensor.stride())
+
+
+def aligned_empty(nbytes: int, device: torch.device) -> torch.Tensor:
+    """nbytes uninitialised bytes that start at a multiple of BUFFER_ALIGNMENT."""
+    buffer = torch.empty(nbytes + BUFFER_ALIGNMENT, dtype=torch.uint8, device=device)
+    start = -buffer.data_ptr() % BUFFER_ALIGNMENT
+    return buffer[start : start + nbytes]
+
+
+class Group:
+    """One rank's membership of an expert-parallel group (include/moelith/group.hpp).
+
+    Passes of one group run one after another: calls from several threads wait for each other, and share one workspace.
+    """
+
+    _by_handle = weakref.WeakValueDictionary()
+    _handles = itertools.count(1)
+    _single = None
+    _single_lock = threading.Lock()
+
+    def __init__(self, native, handle=None):
+        self.handle = next(Group._handles) if handle is None else handle
+        self.lock = threading.Lock()
+        self._native = native
+        self._plans = {}
+        self._workspaces = {}
+        Group._by_handle[self.handle] = self
+
+    @staticmethod
+    def single() -> "Group":
+        """The group of one rank that calls without a group use."""
+        with Group._single_lock:
+            if Group._single is None:
+                Group._single = Group(_moelith.Group.single(), handle=0)
+            return Group._single
+
+    @staticmethod
+    def threads(ranks: int) -> list["Group"]:
+        """A group of `ranks` ranks of this process; every rank calls from a thread of its own, with its own Group."""
+        return [Group(native) for native in _moelith.Group.threads(ranks)]
+
+    @staticmethod
+    def of(handle: int) -> "Group":
+        if handle == 0:
+            return Group.single()
+        group = Group._by_handle.get(handle)
+        if group is None:
+            raise ValueError("group: the expert-parallel group of this call no longer exists; keep its Group alive")
+        return group
+
+    @property
+    def rank(self) -> int:
+        return self._native.rank
+
+    @property
+    def size(self) -> int:
+        return self._native.size
+
+    def set_timeout(self, seconds: float) -> None:
+        """The longest wait for another rank; past it a pass raises TimeoutError and the group is unusable."""
+        self._native.set_timeout(seconds)
+
+    def __repr__(self):
+        return f"Group(rank={self.rank}, size={self.size})"
+
+    def plan(self, config_key: str, options_key: str, dtype: torch.dtype, device_type: str, tokens: int):
+        """The plan for calls of this many tokens; made at the first such call."""
+        key = (config_key, options_key, dtype, device_type)
+        plans = self._plans.setdefault(key, {})
+        if plans.get("max_tokens") is not None:  # said by the caller: one plan serves all calls
+            return plans["plan"]
+        capacity = max(_SMALLEST_PLAN, 1 << (tokens - 1).bit_length()) if tokens > 0 else _SMALLEST_PLAN
+        # A call and its backward have the same number of tokens and so get the same plan, whatever came in between.
+        found = plans.get(capacity)
+        return found if found is not None else self._make_plan(key, plans, capacity)
+
+    def _make_plan(self, key, plans, capacity):
+        config_key, options_key, dtype, device_type = key
+        fields = json.loads(options_key)
+        given = fields.pop("max_tokens")
+        if given is None and self.size > 1:
+            raise ValueError(
+                "PlanOptions.max_tokens: None; accepted for a group of several ranks: the largest number of tokens of "
+                "any call on this rank"
+            )
+        if dtype not in _DTYPES:
+            raise ValueError(f"x: dtype {dtype_name(dtype)}; accepted: float64, float32, bfloat16")
+        native = _moelith.PlanOptions()
+        for name, value in fields.items():
+            setattr(native, name, value)
+        native.max_tokens = capacity if given is None else given
+        native.device = device_type
+        native.group = self._native
+        plan = _moelith.Plan.create(native_config(config_key, dtype_name(dtype)), native)
+        if given is None:
+            plans[capacity] = plan
+        else:
+            plans |= {"plan": plan, "max_tokens": given}
+        return plan
+
+    def workspace(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Scratch memory for one pass; to be called, and used, with the lock held."""
+        held = self._workspaces.get(device)
+        if held is None or held.numel() < nbytes:
+            self._workspaces.pop(device, None)  # so that the old one can be reused
+            held = aligned_empty(nbytes + nbytes // 4, device)
+            self._workspaces[device] = held
+        return held
+
+    def release_workspace(self) -> None:
+        """Gives the scratch memory back; the next pass allocates it anew."""
+        with self.lock:
+            self._workspaces.clear()
