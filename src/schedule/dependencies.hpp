@@ -100,8 +100,9 @@ MOELITH_HD bool for_each_wait(const Pass& pass, const CounterMap& map, const Til
     }
     return true;
   };
-  auto block_done = [&](std::int64_t counters) -> bool {  // all column tiles of the earlier stage, for this row block
-    return local(counters + block_index(pass, tile.expert, tile.row_block), 1, sizes.intermediate_tiles(tile.expert));
+  // All `tiles` column tiles of the earlier stage, for this row block.
+  auto block_done = [&](std::int64_t counters, std::int64_t tiles) -> bool {
+    return local(counters + block_index(pass, tile.expert, tile.row_block), 1, tiles);
   };
   switch (tile.stage) {
     case Stage::publish: return true;
@@ -117,9 +118,9 @@ MOELITH_HD bool for_each_wait(const Pass& pass, const CounterMap& map, const Til
     case Stage::gate_up:
       // In backward x was kept by forward; the pre-activation alone is made anew.
       return sizes.direction == Direction::backward || dispatched_rows();
-    case Stage::down: return block_done(map.gate_up_done);
-    case Stage::down_dgrad: return dispatched_rows() && (!sizes.recompute || block_done(map.gate_up_done));
-    case Stage::gate_up_dgrad: return block_done(map.down_dgrad_done);
+    case Stage::down: return block_done(map.gate_up_done, sizes.gate_up_tiles(tile.expert));
+    case Stage::down_dgrad: return dispatched_rows() && (!sizes.recompute || block_done(map.gate_up_done, sizes.gate_up_tiles(tile.expert)));
+    case Stage::gate_up_dgrad: return block_done(map.down_dgrad_done, sizes.intermediate_tiles(tile.expert));
     case Stage::gate_up_wgrad:
     case Stage::down_wgrad:
     case Stage::gate_up_bias_grad:

@@ -30,6 +30,7 @@ struct TileShape {
   std::int32_t row_block = 128;      // rows of a GEMM tile
   std::int32_t columns = 128;        // output columns of a GEMM tile: of I in gate_up and down_dgrad (a multiple of 64,
                                      // so that dprob's groups are never cut), of H in down and gate_up_dgrad
+  std::int32_t gate_up = 0;          // columns of I in gate_up where that tile is narrower; 0: as `columns`
   std::int32_t wgrad_rows = 128;     // rows and columns of a weight gradient tile
   std::int32_t wgrad_columns = 128;
   std::int32_t token_block = 64;     // tokens of a combine tile
@@ -66,6 +67,8 @@ struct Sizes {
   }
   // Column tiles of a stage whose output has I columns (I of that expert), or H.
   MOELITH_HD std::int64_t intermediate_tiles(std::int32_t slot) const { return ceil_div(width(slot), tile.columns); }
+  MOELITH_HD std::int32_t gate_up_columns() const { return tile.gate_up > 0 ? tile.gate_up : tile.columns; }
+  MOELITH_HD std::int64_t gate_up_tiles(std::int32_t slot) const { return ceil_div(width(slot), gate_up_columns()); }
   MOELITH_HD std::int64_t hidden_tiles() const { return ceil_div(hidden_size, tile.columns); }
   MOELITH_HD std::int64_t token_blocks() const { return ceil_div(tokens, tile.token_block); }
   // Row blocks reserved for each shared expert, whatever the number of valid tokens.

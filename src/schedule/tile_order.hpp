@@ -72,10 +72,10 @@ MOELITH_HD inline Pipeline pipeline_of(const Pass& pass, std::int32_t slot) {
     p.columns[p.stages++] = columns;
   };
   if (sizes.direction == Direction::forward) {
-    add(Stage::gate_up, sizes.intermediate_tiles(slot));
+    add(Stage::gate_up, sizes.gate_up_tiles(slot));
     add(Stage::down, sizes.hidden_tiles());
   } else {
-    if (sizes.recompute) add(Stage::gate_up, sizes.intermediate_tiles(slot));
+    if (sizes.recompute) add(Stage::gate_up, sizes.gate_up_tiles(slot));
     add(Stage::down_dgrad, sizes.intermediate_tiles(slot));
     if (sizes.want_dx) add(Stage::gate_up_dgrad, sizes.hidden_tiles());
   }

@@ -1,0 +1,86 @@
+// All that one pass on a GPU reads and writes, for one rank. Filled by src/layer/ on the host; every pointer is device
+// memory that stays valid until the pass has finished on its stream. Storage is bfloat16, sums are float.
+// Symbols as in schedule/extents.hpp; F = gate_up_factor.
+#pragma once
+
+#include <cstdint>
+
+#include "numerics/activation.hpp"
+#include "numerics/bfloat16.hpp"
+#include "schedule/dependencies.hpp"
+#include "schedule/extents.hpp"
+
+namespace moelith::executors::cuda {
+
+using numerics::bfloat16;
+
+// A weight gradient to be written, or added to.
+struct GradientTarget {
+  void* data = nullptr;        // null: not wanted
+  bool is_float = false;       // float32, otherwise bfloat16
+  bool accumulate = false;
+};
+
+// Experts of one width whose tensors are stacked: group 0 are the L routed experts, group 1 + s is shared expert s.
+// Row r of the group (a routed row, or a token of the shared expert) is at base + r * width of that tensor.
+struct ExpertGroup {
+  std::int32_t experts = 0;  // L, or 1
+  std::int64_t width = 0;    // I
+  const bfloat16* gate_up_proj = nullptr;   // [experts, F I, H]
+  const bfloat16* gate_up_bias = nullptr;   // [experts, F I], or null
+  const bfloat16* down_proj = nullptr;      // [experts, H, I]
+  const bfloat16* down_bias = nullptr;      // [experts, H], or null
+  bfloat16* pre_activation = nullptr;       // [rows, F I]; null in a forward that saves nothing
+  bfloat16* activated = nullptr;            // [rows, I]: act (forward), weighted act (backward; null: not wanted)
+  bfloat16* d_pre_activation = nullptr;     // [rows, F I], backward; null: not wanted
+  bfloat16* slots = nullptr;                // [T k, H] by route, or [T, H]: what combine sums
+  float* dprob = nullptr;                   // [T k, dprob_groups], or [T, dprob_groups], backward
+  std::int32_t dprob_groups = 0;            // one for each 64 columns, and one for the bias of down_proj, last
+  GradientTarget gate_up_grad, gate_up_bias_grad, down_grad, down_bias_grad;
+};
+
+// Counters of a pass: all zero before its launch, and zero again when it has finished.
+struct PassCounters {
+  unsigned long long* local = nullptr;     // [CounterMap::local_size]
+  unsigned long long* arrivals = nullptr;  // [CounterMap::arrivals_size]
+  unsigned long long* control = nullptr;   // [control_counters]: next tile, blocks that have finished
+  static constexpr int control_counters = 2;
+};
+
+// Why a pass gave up, written to host-visible memory; stage -1: it did not.
+struct PassError {
+  std::int32_t stage = -1, expert = 0, row_block = 0, reserved = 0;
+};
+
+struct PassData {
+  schedule::Pass pass;                      // ranks == 1
+  PassCounters counters;
+  PassError* error = nullptr;               // host-visible, or null
+  unsigned long long wait_limit_ns = 10'000'000'000ull;
+  numerics::Activation activation;
+  bool weight_after_down = true;            // of the routed experts
+  std::int64_t total_rows = 0;              // rows that the routed groups' tensors have room for (T k)
+
+  const bfloat16* x = nullptr;              // [T, H] at a row stride (a multiple of 8)
+  std::int64_t x_stride = 0;
+  const bfloat16* dy = nullptr;             // backward
+  std::int64_t dy_stride = 0;
+  const std::int32_t* topk_ids = nullptr;   // [T, k], -1: empty
+  const float* topk_weights = nullptr;      // [T, k]
+  const float* shared_gates = nullptr;      // [T, S], or null: all 1
+  bfloat16* out = nullptr;                  // y or dx, [T, H]; null in backward: not wanted
+  std::int64_t out_stride = 0;
+  float* d_topk_weights = nullptr;          // [T, k], backward
+  float* d_shared_gates = nullptr;          // [T, S], backward; null without gates
+  ExpertGroup groups[1 + schedule::max_shared_experts];
+};
+
+// Tile shapes of the sm_90a executor for output tiles of `columns` columns (128 or 192). The Layout of a call depends
+// on row_block alone.
+schedule::TileShape sm90_tile_shape(int columns, int gate_up_factor);
+
+// Launches the persistent kernel of the pass on `stream` (a cudaStream_t), on at most `blocks` SMs (0: all).
+// pass.sizes.tile must be sm90_tile_shape(columns, gate_up_factor). Throws Error(device_error).
+void sm90_run_pass(const PassData& data, int blocks, void* stream);
+
+}  // namespace moelith::executors::cuda

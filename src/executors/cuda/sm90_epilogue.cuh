@@ -1,0 +1,342 @@
+// What a computing warpgroup does with a tile's sums. Every warp has its own 16 rows of each 64-row block and moves them
+// through its own 2 KiB of shared memory, from the layout of product() to 16-byte pieces of rows; so no warp waits for
+// another. A step is one such pass: 16 rows by 128 bytes.
+#pragma once
+
+#include "executors/cuda/sm90_multiply.cuh"
+
+namespace moelith::executors::cuda::sm90 {
+
+using bf16 = numerics::bfloat16;
+
+// Runs f(std::integral_constant<int, i>) for the i that equals `step`: register arrays need constant indices, while the
+// code around stays in a loop.
+template <int Count, class F>
+__device__ inline void with_constant(int step, F&& f) {
+  [&]<int... I>(std::integer_sequence<int, I...>) {
+    ((step == I ? (f(std::integral_constant<int, I>{}), true) : false) || ...);
+  }(std::make_integer_sequence<int, Count>{});
+}
+
+__device__ inline uint4 load_16(const bf16* source) { return *reinterpret_cast<const uint4*>(source); }
+__device__ inline void store_16(bf16* destination, uint4 value) { *reinterpret_cast<uint4*>(destination) = value; }
+// Written by other SMs in this launch: past the first-level cache.
+__device__ inline uint4 load_16_shared_by_sms(const bf16* source) { return __ldcg(reinterpret_cast<const uint4*>(source)); }
+
+__device__ inline void unpack(uint4 v, float (&f)[8]) {
+  const std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) f[2 * i] = low_bfloat16(words[i]), f[2 * i + 1] = high_bfloat16(words[i]);
+}
+__device__ inline uint4 pack(const float (&f)[8]) {
+  return {pack_bfloat16(f[0], f[1]), pack_bfloat16(f[2], f[3]), pack_bfloat16(f[4], f[5]), pack_bfloat16(f[6], f[7])};
+}
+__device__ inline void round_all(float (&f)[8]) { unpack(pack(f), f); }
+
+// Values of a row pair of 8 columns from `c` on (column of the whole output), with the bias where there is one.
+struct BiasPair {
+  float first = 0, second = 0;
+  __device__ BiasPair(const bf16* bias, std::int64_t column, std::int64_t columns) {
+    if (bias && column < columns) {
+      const std::uint32_t packed = *reinterpret_cast<const std::uint32_t*>(bias + column);
+      first = low_bfloat16(packed), second = high_bfloat16(packed);
+    }
+  }
+};
+
+// 8-column groups First .. First + 2 Pairs - 1 of block M, rounded to bfloat16, into 16-byte pieces `piece` and following
+// of the warp's rows. Piece c of row r lies at r * 128 + ((c ^ (r & 7)) * 16). bias: of column 0 of group First.
+template <int N, int M, int First, int Pairs>
+__device__ inline void deposit_rounded(const Sums<N>& sums, std::uint32_t staging, int piece, const bf16* bias,
+                                       std::int64_t column, std::int64_t columns, int lane) {
+  const int row = (lane % 8) + (lane / 8 % 2) * 8;
+#pragma unroll
+  for (int pair = 0; pair < Pairs; ++pair) {
+    const int c = piece + 2 * pair + lane / 16;
+    std::uint32_t packed[4];
+#pragma unroll
+    for (int g = 0; g < 2; ++g) {
+      const float* v = sums.value[M] + (First + 2 * pair + g) * 4;
+      const BiasPair b(bias, column + (2 * pair + g) * 8 + 2 * (lane % 4), columns);
+      packed[2 * g] = pack_bfloat16(v[0] + b.first, v[1] + b.second);
+      packed[2 * g + 1] = pack_bfloat16(v[2] + b.first, v[3] + b.second);
+    }
+    store_matrices(staging + row * 128 + ((c ^ (row & 7)) << 4), packed[0], packed[1], packed[2], packed[3]);
+  }
+}
+__device__ inline uint4 staged_piece(std::uint32_t staging, int row, int piece) {
+  return load_shared_16(staging + row * 128 + ((piece ^ (row & 7)) << 4));
+}
+
+// 32 columns (8-column groups First to First + 3) of block M as float. Columns 8 o .. 8 o + 7 of row r lie at
+// r * 128 + ((o ^ (r & 3)) * 32).
+template <int N, int M, int First>
+__device__ inline void deposit_float(const Sums<N>& sums, std::uint32_t staging, int lane) {
+  const int row = lane / 4;
+#pragma unroll
+  for (int g = 0; g < 4; ++g) {
+    const float* v = sums.value[M] + (First + g) * 4;
+    const std::uint32_t place = staging + row * 128 + ((g ^ (row & 3)) << 5) + (lane % 4) * 8;
+    store_shared_8(place, v[0], v[1]);
+    store_shared_8(place + 8 * 128, v[2], v[3]);
+  }
+}
+__device__ inline void staged_floats(std::uint32_t staging, int row, int octet, float (&f)[8]) {
+  const std::uint32_t place = staging + row * 128 + ((octet ^ (row & 3)) << 5);
+  const uint4 a = load_shared_16(place), b = load_shared_16(place + 16);
+  f[0] = __uint_as_float(a.x), f[1] = __uint_as_float(a.y), f[2] = __uint_as_float(a.z), f[3] = __uint_as_float(a.w);
+  f[4] = __uint_as_float(b.x), f[5] = __uint_as_float(b.y), f[6] = __uint_as_float(b.z), f[7] = __uint_as_float(b.w);
+}
+
+struct Warp {
+  int index, lane;        // in the warpgroup
+  std::uint32_t staging;  // its 2 KiB
+};
+
+// --- down, gate_up_dgrad: rows to their slots ------------------------------------------------------------------------
+
+// slots[row_index[r], column ..] = rounded (sum + bias)
+template <int N>
+__device__ inline void rows_to_slots(const Sums<N>& sums, const Work& work, const bf16* bias, bf16* slots, std::int64_t hidden,
+                                     const Warp& warp) {
+  constexpr int slabs = N / 64;
+  const int steps = (work.rows > 64 ? 2 : 1) * slabs, lane = warp.lane;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    with_constant<2 * slabs>(step, [&](auto constant) {
+      constexpr int m = constant.value / slabs, slab = constant.value % slabs;
+      const std::int64_t column = work.column + slab * 64;
+      deposit_rounded<N, m, slab * 8, 4>(sums, warp.staging, 0, bias ? bias + column : nullptr, 0, hidden - column, lane);
+    });
+    __syncwarp();
+    const int first_row = step / slabs * 64 + warp.index * 16, piece = lane % 8;
+    const std::int64_t column = work.column + step % slabs * 64 + piece * 8;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int r = lane / 8 + 4 * i, row = first_row + r;
+      const uint4 v = staged_piece(warp.staging, r, piece);
+      if (row < work.rows && column < hidden) store_16(slots + std::int64_t(work.row_index[row]) * hidden + column, v);
+    }
+    __syncwarp();
+  }
+}
+
+// --- gate_up ---------------------------------------------------------------------------------------------------------
+
+// The first N / 2 columns of the sums are gate columns, the others the up columns that belong to them; without a gate the
+// others are the next N / 2 columns.
+template <int N>
+__device__ inline void activate_rows(const PassData& data, const Sums<N>& sums, const Work& work, const Warp& warp) {
+  constexpr int slabs = N / 64;  // of 32 gate and 32 up columns
+  const schedule::Sizes& sizes = data.pass.sizes;
+  const ExpertGroup& tensors = data.groups[work.group];
+  const bool gated = sizes.gate_up_factor == 2, forward = sizes.direction == schedule::Direction::forward;
+  const std::int64_t width = tensors.width, pre_width = sizes.gate_up_factor * width;
+  const bf16* bias = tensors.gate_up_bias ? tensors.gate_up_bias + work.expert * pre_width : nullptr;
+  const std::int64_t second = gated ? width : N / 2;  // from a gate column of z to its partner
+  const bool weighted = work.group == 0 && !data.weight_after_down;
+  const int steps = (work.rows > 64 ? 2 : 1) * slabs, lane = warp.lane;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    with_constant<2 * slabs>(step, [&](auto constant) {
+      constexpr int m = constant.value / slabs, slab = constant.value % slabs;
+      const std::int64_t column = work.column + slab * 32;
+      deposit_rounded<N, m, slab * 4, 2>(sums, warp.staging, 0, bias ? bias + column : nullptr, 0, width - column, lane);
+      deposit_rounded<N, m, N / 16 + slab * 4, 2>(sums, warp.staging, 4, bias ? bias + column + second : nullptr, 0,
+                                                  width - column - (gated ? 0 : N / 2), lane);
+    });
+    __syncwarp();
+    const int first_row = step / slabs * 64 + warp.index * 16, octet = lane % 4;
+    const std::int64_t column = work.column + step % slabs * 32 + octet * 8;
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+      const int r = lane / 4 + 8 * i, row = first_row + r;
+      const uint4 z0 = staged_piece(warp.staging, r, octet), z1 = staged_piece(warp.staging, r, 4 + octet);
+      if (row >= work.rows || column >= width) continue;
+      const bool has_second = gated || column + N / 2 < width;
+      const std::int64_t at = work.row_begin + row;
+      if (tensors.pre_activation) {
+        bf16* z = tensors.pre_activation + at * pre_width + column;
+        store_16(z, z0);
+        if (has_second) store_16(z + second, z1);
+      }
+      if (!forward) continue;  // recomputing: the pre-activation alone
+      const float factor = weighted ? data.topk_weights[work.row_index[row]] : 1.0f;
+      float first[8], other[8];
+      unpack(z0, first);
+      unpack(z1, other);
+      numerics::with_activation_kind(data.activation.kind, [&]<ActivationKind Kind>() {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          first[j] = factor * numerics::activation<Kind>(data.activation, first[j], other[j]).value;
+          if constexpr (Kind == ActivationKind::relu_squared) {
+            other[j] = factor * numerics::activation<Kind>(data.activation, other[j], 0.0f).value;
+          }
+        }
+      });
+      bf16* a = tensors.activated + at * width + column;
+      store_16(a, pack(first));
+      if (!gated && has_second) store_16(a + second, pack(other));
+    }
+    __syncwarp();
+  }
+}
+
+// --- down_dgrad ------------------------------------------------------------------------------------------------------
+
+// With d = the sum (dA before the route's weight p) and z as saved: A = act(z), dprob = <d, rounded A> over each 64 columns,
+// dz = p d act'(z), and p A for the gradient of down_proj.
+template <int N>
+__device__ inline void activation_gradient(const PassData& data, const Sums<N>& sums, const Work& work, const Warp& warp) {
+  constexpr int slabs = N / 32;
+  const schedule::Sizes& sizes = data.pass.sizes;
+  const ExpertGroup& tensors = data.groups[work.group];
+  const bool gated = sizes.gate_up_factor == 2, after_down = work.group > 0 || data.weight_after_down;
+  const std::int64_t width = tensors.width, pre_width = sizes.gate_up_factor * width;
+  const int steps = (work.rows > 64 ? 2 : 1) * slabs, lane = warp.lane, octet = lane % 4;
+  float dots[2] = {0, 0};  // of the first 32 of 64 columns
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    with_constant<2 * slabs>(step, [&](auto constant) {
+      deposit_float<N, constant.value / slabs, constant.value % slabs * 4>(sums, warp.staging, lane);
+    });
+    __syncwarp();
+    const int first_row = step / slabs * 64 + warp.index * 16, slab = step % slabs;
+    const std::int64_t column = work.column + slab * 32 + octet * 8;
+    uint4 z_gate[2], z_up[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = first_row + lane / 4 + 8 * i;
+      z_gate[i] = z_up[i] = uint4{0, 0, 0, 0};
+      if (row < work.rows && column < width) {
+        const bf16* z = tensors.pre_activation + (work.row_begin + row) * pre_width + column;
+        z_gate[i] = load_16_shared_by_sms(z);
+        if (gated) z_up[i] = load_16_shared_by_sms(z + width);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int r = lane / 4 + 8 * i, row = first_row + r;
+      const bool inside = row < work.rows && column < width;
+      float d[8], gate[8], up[8];
+      staged_floats(warp.staging, r, octet, d);
+      unpack(z_gate[i], gate);
+      unpack(z_up[i], up);
+      float weight = 1.0f, dot = 0.0f;
+      std::int64_t index = 0;
+      if (row < work.rows) {
+        index = work.row_index[row];
+        if (work.group == 0) {
+          weight = data.topk_weights[index];
+        } else if (data.shared_gates) {
+          weight = data.shared_gates[index * sizes.shared_experts + work.group - 1];
+        }
+      }
+      float a[8];
+      numerics::with_activation_kind(data.activation.kind, [&]<ActivationKind Kind>() {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const auto act = numerics::activation<Kind>(data.activation, gate[j], up[j]);
+          const float rounded = low_bfloat16(pack_bfloat16(act.value, 0.0f));
+          dot += inside ? d[j] * rounded : 0.0f;
+          const float scaled = weight * d[j];
+          gate[j] = scaled * act.d_gate;
+          up[j] = scaled * act.d_up;
+          a[j] = weight * (after_down ? rounded : act.value);
+        }
+      });
+      if (inside) {
+        const std::int64_t at = work.row_begin + row;
+        if (tensors.d_pre_activation) {
+          bf16* dz = tensors.d_pre_activation + at * pre_width + column;
+          store_16(dz, pack(gate));
+          if (gated) store_16(dz + width, pack(up));
+        }
+        if (tensors.activated) store_16(tensors.activated + at * width + column, pack(a));
+      }
+      dot += __shfl_xor_sync(~0u, dot, 1);
+      dot += __shfl_xor_sync(~0u, dot, 2);
+      if (slab % 2 == 0) {
+        dots[i] = dot;
+      } else if (octet == 0 && row < work.rows && column - 32 < width) {
+        tensors.dprob[index * tensors.dprob_groups + (column - 32) / 64] = dots[i] + dot;
+      }
+    }
+    __syncwarp();
+  }
+  // y = p (W a + b): the bias has its share in dprob, unless p multiplies before it.
+  if (tensors.down_bias && work.column_block == 0) {
+    const std::int64_t hidden = sizes.hidden_size;
+    const bf16* bias = tensors.down_bias + work.expert * hidden;
+    for (int row = warp.index; row < work.rows; row += 4) {
+      const std::int64_t index = work.row_index[row];
+      const bf16* dy = data.dy + (work.group == 0 ? index / sizes.top_k : index) * data.dy_stride;
+      float dot = 0.0f;
+      for (std::int64_t c = lane * 8; after_down && c < hidden; c += 256) {
+        float u[8], v[8];
+        unpack(load_16(dy + c), u);
+        unpack(load_16(bias + c), v);
+        for (int j = 0; j < 8; ++j) dot += u[j] * v[j];
+      }
+      for (int distance = 16; distance > 0; distance /= 2) dot += __shfl_xor_sync(~0u, dot, distance);
+      if (lane == 0) tensors.dprob[index * tensors.dprob_groups + tensors.dprob_groups - 1] = dot;
+    }
+  }
+}
+
+// --- weight gradients ------------------------------------------------------------------------------------------------
+
+// 8 values to, or onto, a gradient tensor.
+__device__ inline void store_gradient(const GradientTarget& target, std::int64_t at, float (&f)[8]) {
+  if (target.is_float) {
+    float4* out = reinterpret_cast<float4*>(static_cast<float*>(target.data) + at);
+    float4 a{f[0], f[1], f[2], f[3]}, b{f[4], f[5], f[6], f[7]};
+    if (target.accumulate) {
+      const float4 c = out[0], d = out[1];
+      a = {c.x + a.x, c.y + a.y, c.z + a.z, c.w + a.w};
+      b = {d.x + b.x, d.y + b.y, d.z + b.z, d.w + b.w};
+    }
+    out[0] = a, out[1] = b;
+  } else {
+    bf16* out = static_cast<bf16*>(target.data) + at;
+    if (target.accumulate) {
+      float old[8];
+      unpack(load_16(out), old);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) f[j] += old[j];
+    }
+    store_16(out, pack(f));
+  }
+}
+
+// out[output_row + r, column ..] (+)= sum, for an [m, n] gradient of one expert. Without rows the sum is 0.
+template <int N>
+__device__ inline void store_weight_gradient(const Sums<N>& sums, const Work& work, const GradientTarget& target, std::int64_t m,
+                                             std::int64_t n, const Warp& warp) {
+  constexpr int slabs = N / 32;
+  const bool empty = work.sum_rows == 0;
+  if (!target.data || (empty && target.accumulate)) return;
+  const int steps = (work.rows > 64 ? 2 : 1) * slabs, lane = warp.lane, octet = lane % 4;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    with_constant<2 * slabs>(step, [&](auto constant) {
+      deposit_float<N, constant.value / slabs, constant.value % slabs * 4>(sums, warp.staging, lane);
+    });
+    __syncwarp();
+    const std::int64_t column = work.column + step % slabs * 32 + octet * 8;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int r = lane / 4 + 8 * i, row = step / slabs * 64 + warp.index * 16 + r;
+      float f[8];
+      staged_floats(warp.staging, r, octet, f);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) f[j] = empty ? 0.0f : f[j];
+      if (row < work.rows && column < n) {
+        store_gradient(target, (work.expert * m + work.output_row + row) * n + column, f);
+      }
+    }
+    __syncwarp();
+  }
+}
+
+}  // namespace moelith::executors::cuda::sm90

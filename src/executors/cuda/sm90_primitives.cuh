@@ -1,0 +1,220 @@
+// The Hopper instructions that the tile operations are made of, one small function each: mbarriers, the tensor copy
+// engine (TMA), asynchronous 16-byte copies, warpgroup matrix products, matrix stores to shared memory, fences.
+// PTX ISA 8.x, sections "Parallel synchronization and communication", "Data movement", "Asynchronous warpgroup MMA".
+// Shared memory is named by its 32-bit address in the shared window throughout.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+
+#include <cstdint>
+#include <utility>
+
+#include <cute/arch/mma_sm90_gmma.hpp>
+#include <cute/arch/mma_sm90_gmma_ext.hpp>
+
+namespace moelith::executors::cuda::sm90 {
+
+__device__ inline std::uint32_t shared_address(const void* pointer) {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// --- mbarriers -------------------------------------------------------------------------------------------------------
+
+__device__ inline void barrier_init(std::uint32_t barrier, std::uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+// Makes initialised barriers visible to the copy engine.
+__device__ inline void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ inline void barrier_arrive(std::uint32_t barrier, std::uint32_t count = 1) {
+  asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+// Arrives once and adds `bytes` to what the phase still waits for from the copy engine.
+__device__ inline void barrier_arrive_expect(std::uint32_t barrier, std::uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+// Waits until the phase of this parity is complete. A fresh barrier counts as having completed parity 1.
+__device__ inline void barrier_wait(std::uint32_t barrier, std::uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// Hardware barriers by number, for whole warps; `threads` counts all that take part.
+__device__ inline void named_barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ inline void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// --- copies into shared memory ---------------------------------------------------------------------------------------
+
+// One box of a tensor map into shared memory; coordinates innermost first. Completion counts as bytes on `barrier`.
+__device__ inline void tma_load(std::uint32_t destination, const CUtensorMap* map, std::uint32_t barrier, int c0, int c1) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+          destination),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1)
+      : "memory");
+}
+__device__ inline void tma_load(std::uint32_t destination, const CUtensorMap* map, std::uint32_t barrier, int c0, int c1,
+                                int c2) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
+          destination),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2)
+      : "memory");
+}
+__device__ inline void tma_prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// 16 bytes; with `valid` false the destination is zeroed and the source not read.
+__device__ inline void copy_16_async(std::uint32_t destination, const void* source, bool valid) {
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes)
+               : "memory");
+}
+__device__ inline void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int Pending>
+__device__ inline void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+// Between ordinary accesses (st, cp.async) and those of the copy engine or the tensor cores, in either order. The first
+// covers shared memory alone, the second global memory too.
+__device__ inline void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ inline void fence_async_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+// --- registers -------------------------------------------------------------------------------------------------------
+
+template <int Count>
+__device__ inline void registers_shrink() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count));
+}
+template <int Count>
+__device__ inline void registers_grow() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));
+}
+
+// --- matrix products -------------------------------------------------------------------------------------------------
+
+// Operands lie in shared memory in the copy engine's 128-byte swizzle, in blocks of 8 rows x 128 bytes (1024 bytes,
+// aligned to that): byte b of row r of a block is at r * 128 + (b ^ ((r & 7) << 4)).
+//   k_major    rows are rows of the operand (M or N), 64 k values each; 8-row blocks follow each other.
+//              The next 16 k are 32 bytes further.
+//   mn_major   rows are k, 64 values of M or N each; 8-row blocks follow each other, and the next 64 of M or N start
+//              `mn_block_bytes` further. The next 16 k are 2048 bytes further.
+enum class Major { k, mn };
+inline constexpr int mn_block_bytes = 64 * 128;  // 64 k rows of 128 bytes
+
+template <Major Layout>
+__device__ inline std::uint64_t operand_descriptor(std::uint32_t address) {
+  constexpr std::uint64_t swizzle_128 = std::uint64_t(1) << 62;
+  constexpr std::uint64_t stride = std::uint64_t(1024 >> 4) << 32;  // between 8-row blocks
+  constexpr std::uint64_t leading = std::uint64_t((Layout == Major::mn ? mn_block_bytes : 16) >> 4) << 16;
+  return swizzle_128 | stride | leading | std::uint64_t((address & 0x3ffffu) >> 4);
+}
+// Descriptor units (16 bytes) from one 16-deep k step to the next.
+template <Major Layout>
+inline constexpr std::uint64_t k_step_units = Layout == Major::mn ? 128 : 2;
+
+template <int N, cute::SM90::GMMA::Major A, cute::SM90::GMMA::Major B>
+struct ProductOf;
+#define MOELITH_SM90_PRODUCT(N)                                            \
+  template <cute::SM90::GMMA::Major A, cute::SM90::GMMA::Major B>          \
+  struct ProductOf<N, A, B> {                                              \
+    using type = cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_SS<A, B>;   \
+  };
+MOELITH_SM90_PRODUCT(64)
+MOELITH_SM90_PRODUCT(128)
+MOELITH_SM90_PRODUCT(192)
+MOELITH_SM90_PRODUCT(256)
+#undef MOELITH_SM90_PRODUCT
+
+namespace detail {
+template <class Product, int Count, std::size_t... I>
+__device__ inline void issue_product(float (&d)[Count], std::uint64_t a, std::uint64_t b, bool accumulate,
+                                     std::index_sequence<I...>) {
+  Product::fma(a, b, d[I]..., accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
+}
+}  // namespace detail
+
+// d [64, N] (+)= a [64, 16] b [16, N], issued asynchronously by the four warps of a warpgroup. Of each 8 columns, thread t
+// holds row (t / 32) * 16 + (t % 32) / 4 in values 4c, 4c + 1 (columns 8c + 2 (t % 4), + 1) and the row 8 further down in
+// 4c + 2, 4c + 3.
+template <int N, Major A, Major B>
+__device__ inline void product(float (&d)[N / 2], std::uint64_t a, std::uint64_t b, bool accumulate) {
+  using cute::SM90::GMMA::Major;
+  using Product = typename ProductOf<N, A == sm90::Major::mn ? Major::MN : Major::K,
+                                     B == sm90::Major::mn ? Major::MN : Major::K>::type;
+  detail::issue_product<Product>(d, a, b, accumulate, std::make_index_sequence<N / 2>{});
+}
+__device__ inline void product_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void product_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int Pending>
+__device__ inline void product_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+}
+// Tells the compiler that the registers change hands here, so that it moves no use of them across.
+template <int Count>
+__device__ inline void hold(float (&d)[Count]) {
+#pragma unroll
+  for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// --- fragments to shared memory and back -----------------------------------------------------------------------------
+
+// Four 8x8 matrices of 16-bit values; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ inline void store_matrices(std::uint32_t address, std::uint32_t a, std::uint32_t b, std::uint32_t c,
+                                      std::uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c),
+               "r"(d)
+               : "memory");
+}
+__device__ inline uint4 load_shared_16(std::uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+__device__ inline void store_shared_8(std::uint32_t address, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+}
+__device__ inline void store_shared_16(std::uint32_t address, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+// Two floats rounded to bfloat16 (nearest, ties to even), the first in the low half.
+__device__ inline std::uint32_t pack_bfloat16(float low, float high) {
+  std::uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+__device__ inline float low_bfloat16(std::uint32_t packed) { return __uint_as_float(packed << 16); }
+__device__ inline float high_bfloat16(std::uint32_t packed) { return __uint_as_float(packed & 0xffff0000u); }
+
+// --- counters in global memory ---------------------------------------------------------------------------------------
+
+__device__ inline unsigned long long load_acquire(const unsigned long long* counter) {
+  unsigned long long value;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(counter) : "memory");
+  return value;
+}
+__device__ inline void add_release(unsigned long long* counter, unsigned long long value) {
+  asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(counter), "l"(value) : "memory");
+}
+
+}  // namespace moelith::executors::cuda::sm90
