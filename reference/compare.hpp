@@ -1,5 +1,6 @@
 // Error measures that every test and the command line use. Both are relative, so values of any size may be compared,
-// and both count a NaN (or an infinity that the reference does not have at the same place) as an infinite error.
+// and both count a NaN (or an infinity that the reference does not have at the same place) as an infinite error. So
+// does anything whose square overflows (beyond 1e154).
 #pragma once
 
 #include <cmath>
@@ -18,8 +19,8 @@ struct Comparison {
   bool within(double tolerance) const { return rel_fro <= tolerance && worst_row <= tolerance; }
 };
 
-// The floor of worst_row, as a part of the root mean square of the expected rows' norms: a row that is nearly zero among
-// rows of ordinary size is measured against this instead of against its own cancelled value.
+// The floor of worst_row, as a part of the root mean square of the expected rows' norms: a row that is nearly zero
+// among rows of ordinary size is measured against this instead of against its own cancelled value.
 constexpr double row_floor = 1e-2;
 
 // actual, expected: [rows, columns] row-major, of any element type that converts to double; `columns` is the last
@@ -33,9 +34,9 @@ Comparison compare(const Actual* actual, const Expected* expected, std::int64_t 
     return size > 0.0 && std::isfinite(size) ? error / size : infinity;
   };
   std::vector<double> row_error(static_cast<std::size_t>(rows)), row_size(static_cast<std::size_t>(rows));
-  double error_squares = 0.0, squares = 0.0;
+  double error_squares = 0.0, squares = 0.0, largest_error = 0.0;
   for (std::int64_t r = 0; r < rows; ++r) {
-    double row_error_squares = 0.0, row_squares = 0.0;
+    double row_error_squares = 0.0, row_squares = 0.0, largest = 0.0;
     for (std::int64_t c = 0; c < columns; ++c) {
       const double a = static_cast<double>(actual[r * columns + c]);
       const double e = static_cast<double>(expected[r * columns + c]);
@@ -43,14 +44,17 @@ Comparison compare(const Actual* actual, const Expected* expected, std::int64_t 
       const double difference = a - e;
       row_error_squares += std::isfinite(difference) ? difference * difference : infinity;
       row_squares += std::isfinite(e) ? e * e : 0.0;
+      largest = std::fmax(largest, std::fabs(difference));
     }
-    row_error[static_cast<std::size_t>(r)] = std::sqrt(row_error_squares);
+    // The norm is at least the largest difference, whose square may have been rounded to 0.
+    row_error[static_cast<std::size_t>(r)] = std::fmax(std::sqrt(row_error_squares), largest);
+    largest_error = std::fmax(largest_error, largest);
     row_size[static_cast<std::size_t>(r)] = std::sqrt(row_squares);
     error_squares += row_error_squares;
     squares += row_squares;
   }
   Comparison result;
-  result.rel_fro = relative(std::sqrt(error_squares), std::sqrt(squares));
+  result.rel_fro = relative(std::fmax(std::sqrt(error_squares), largest_error), std::sqrt(squares));
   const double floor = rows > 0 ? row_floor * std::sqrt(squares / static_cast<double>(rows)) : 0.0;
   for (std::int64_t r = 0; r < rows; ++r) {
     const double size = row_size[static_cast<std::size_t>(r)];

@@ -1,9 +1,13 @@
-// The MoE layer of include/moelith/ in plain float64 on the CPU: what every executor is measured against. Shares no code
-// with src/. All tensors are dense row-major std::vector<double>; an empty vector means "not given".
+// The MoE layer of include/moelith/ in plain float64 on the CPU: what every executor is measured against. Shares no
+// code with src/. All tensors are dense row-major std::vector<double>; an empty vector means "not given".
 //
 // Symbols as in moelith/config.hpp, with one difference: here T counts the tokens of the whole group. Several ranks are
-// one batch, their tokens one rank after another (Inputs::ranks); a loss has one value a rank.
+// one batch, their tokens one rank after another (Inputs::ranks); capacity and losses are each rank's own, and a loss
+// has one value a rank. The rules of the router for ties and logits that are not finite: reference/router.hpp.
 // config.dtype is ignored, and H and I need not be multiples of 8.
+//
+// The parts: router.hpp (choice, weights, capacity, losses), activation.hpp, matrix.hpp (three products), layer.cpp
+// (experts and combine).
 #pragma once
 
 #include <cstdint>
