@@ -1,3 +1,9 @@
+// Comparisons in the loops below may be evaluated ahead of time (no one reads floating-point exception flags here, nor
+// errno): without this, GCC keeps the branches of exp and its loops stay scalar. No value depends on it.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("no-trapping-math", "no-math-errno")
+#endif
+
 #include "routing/router.hpp"
 
 #include <algorithm>
@@ -50,27 +56,54 @@ inline T row_max(const T* x, std::int32_t width) {
   return value;
 }
 
-// Lane l sums the terms e = l (mod lanes) in order; then lanes 8, 4, 2, 1 apart are added.
-template <class T, class Term>
-inline T lane_sum(std::int32_t width, Term term) {
-#if defined(__GNUC__)
-  // Vectors of 32 bytes, four or eight lanes each: wider ones would live in memory.
-  typedef T Vector __attribute__((vector_size(32)));
-  constexpr std::int32_t per_vector = 32 / sizeof(T), vectors = lanes / per_vector;
+// Vectors of 32 bytes, four or eight lanes: wider ones would live in memory. Written out where the compiler does not
+// find the vector loop by itself.
+template <class T>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(32)));
+  static constexpr std::int32_t size = 32 / sizeof(T);
+
+  static inline void load(const T* from, type& to) { std::memcpy(&to, from, sizeof to); }
+  static inline void fill(T value, type& to) { to = value - type{}; }
+  static inline void maximum(const type& other, type& to) { to = other > to ? other : to; }
+  static inline void minimum(const type& other, type& to) { to = other < to ? other : to; }
+  static inline void sum(const type& other, type& to) { to += other; }
+
+  // Combines all lanes by a commutative, associative operation combine(other, to).
+  template <class Combine>
+  static inline T reduce(type& value, Combine combine) {
+    if constexpr (size == 8) {
+      combine(__builtin_shufflevector(value, value, 4, 5, 6, 7, 0, 1, 2, 3), value);
+      combine(__builtin_shufflevector(value, value, 2, 3, 0, 1, 6, 7, 4, 5), value);
+      combine(__builtin_shufflevector(value, value, 1, 0, 3, 2, 5, 4, 7, 6), value);
+    } else {
+      combine(__builtin_shufflevector(value, value, 2, 3, 0, 1), value);
+      combine(__builtin_shufflevector(value, value, 1, 0, 3, 2), value);
+    }
+    return value[0];
+  }
+};
+
+// Sum of x[e], or of x[e] * y[e] with Dot. Lane l sums the terms e = l (mod lanes) in order; then lanes 8, 4, 2 and 1
+// apart are added.
+template <bool Dot, class T>
+inline T lane_sum(const T* x, const T* y, std::int32_t width) {
+  using Vector = typename VectorOf<T>::type;
+  constexpr std::int32_t per_vector = VectorOf<T>::size, vectors = lanes / per_vector;
   Vector partial[vectors] = {};
   for (std::int32_t e = 0; e < width; e += lanes)
     for (std::int32_t v = 0; v < vectors; ++v) {
       Vector terms;
-      for (std::int32_t i = 0; i < per_vector; ++i) terms[i] = term(e + v * per_vector + i);
+      std::memcpy(&terms, x + e + v * per_vector, sizeof terms);
+      if constexpr (Dot) {
+        Vector factors;
+        std::memcpy(&factors, y + e + v * per_vector, sizeof factors);
+        terms *= factors;
+      }
       partial[v] += terms;
     }
   T lane[lanes];
   std::memcpy(lane, partial, sizeof lane);
-#else
-  T lane[lanes] = {};
-  for (std::int32_t e = 0; e < width; e += lanes)
-    for (std::int32_t l = 0; l < lanes; ++l) lane[l] += term(e + l);
-#endif
   for (std::int32_t apart = lanes / 2; apart > 0; apart /= 2)
     for (std::int32_t l = 0; l < apart; ++l) lane[l] += lane[l + apart];
   return lane[0];
@@ -78,12 +111,12 @@ inline T lane_sum(std::int32_t width, Term term) {
 
 template <class T>
 inline T row_sum(const T* x, std::int32_t width) {
-  return lane_sum<T>(width, [x](std::int32_t e) { return x[e]; });
+  return lane_sum<false, T>(x, nullptr, width);
 }
 
 template <class T>
 inline T row_dot(const T* x, const T* y, std::int32_t width) {
-  return lane_sum<T>(width, [x, y](std::int32_t e) { return x[e] * y[e]; });
+  return lane_sum<true>(x, y, width);
 }
 
 template <class Storage>
@@ -107,7 +140,7 @@ inline T or_one(T sum) {
   return sum > T(0) ? sum : T(1);
 }
 
-// Softmax over the k chosen logits, 0 for those that are excluded.
+// Softmax over the k chosen logits, 0 for those that are excluded. out has room for max_top_k.
 template <class T>
 inline void softmax_of_chosen(const T* logits, const std::int32_t* ids, std::int32_t k, T* out) {
   T highest = excluded<T>();
@@ -116,101 +149,112 @@ inline void softmax_of_chosen(const T* logits, const std::int32_t* ids, std::int
     highest = out[j] > highest ? out[j] : highest;
   }
   const T shift = highest == excluded<T>() ? T(0) : highest;
-  for (std::int32_t j = 0; j < k; ++j) out[j] = numerics::exp(out[j] - shift);
+  const std::int32_t whole_vectors = (k + 7) / 8 * 8;
+  for (std::int32_t j = k; j < whole_vectors; ++j) out[j] = T(0);
+  for (std::int32_t j = 0; j < whole_vectors; ++j) out[j] = numerics::exp(out[j] - shift);
   T sum = T(0);
   for (std::int32_t j = 0; j < k; ++j) sum += out[j];
   sum = or_one(sum);
   for (std::int32_t j = 0; j < k; ++j) out[j] /= sum;
 }
 
-// Choice of the k highest keys. Blocks of 16 keys keep their maximum, so that a choice looks at one block.
+// Choice of the k highest keys. Keys stay as they are (a store into what vectors load next would stall); instead each
+// block of 64 knows the highest key that it still has to give.
 template <class T>
 class Choice {
  public:
   using Key = typename OrderKey<T>::type;
 
   inline void fill(const T* selection, std::int32_t width) {
-    blocks_ = width / lanes;
+    blocks_ = (width + block - 1) / block;
     for (std::int32_t e = 0; e < width; ++e) keys_[e] = order_key(selection[e]);
-    for (std::int32_t b = 0; b < blocks_; ++b) block_max_[b] = highest_of<lanes>(keys_ + b * lanes);
-    padded_blocks_ = (blocks_ + 7) / 8 * 8;
-    for (std::int32_t b = blocks_; b < padded_blocks_; ++b) block_max_[b] = OrderKey<T>::excluded;
+    for (std::int32_t e = width; e < blocks_ * block; ++e) keys_[e] = OrderKey<T>::excluded;
+    for (std::int32_t b = 0; b < blocks_; ++b) {
+      const Key* keys = keys_ + b * block;
+      Key highest = OrderKey<T>::excluded;
+      for (std::int32_t i = 0; i < block; ++i) highest = keys[i] > highest ? keys[i] : highest;
+      highest_[b] = highest;
+      resume_[b] = 0;
+    }
   }
 
-  // The expert with the highest key, the lowest id among equals, which is then excluded; -1 if all are excluded.
+  // The expert with the highest key, the lowest id among equals, which then counts as excluded; -1 if all are.
   inline std::int32_t take() {
-    Key highest = OrderKey<T>::excluded;
-    for (std::int32_t b = 0; b < padded_blocks_; b += 8) {
-      const Key here = highest_of<8>(block_max_ + b);
-      highest = here > highest ? here : highest;
-    }
+    std::int32_t b = 0;
+    for (std::int32_t other = 1; other < blocks_; ++other) b = highest_[other] > highest_[b] ? other : b;
+    const Key highest = highest_[b];
     if (highest == OrderKey<T>::excluded) return -1;
-    std::int32_t block = 0;
-    for (std::int32_t b = 0;; b += 8) {
-      const std::int32_t i = first_equal<8>(block_max_ + b, highest);
-      if (i < 8) {
-        block = b + i;
-        break;
-      }
+    const Key* keys = keys_ + b * block;
+    // At once: where the key is, how often it is there, and the highest one below it.
+    using V = VectorOf<Key>;
+    using Vector = typename V::type;
+    Vector wanted, none, ids, first, count = {}, below;
+    V::fill(highest, wanted);
+    V::fill(OrderKey<T>::excluded, none);
+    V::fill(block, first);
+    below = none;
+    for (std::int32_t i = 0; i < V::size; ++i) ids[i] = i;
+    for (std::int32_t i = 0; i < block; i += V::size) {
+      Vector here;
+      V::load(keys + i, here);
+      const Vector equal = here == wanted;  // -1 where true
+      V::minimum(equal ? ids : first, first);
+      count += equal;
+      V::maximum(here < wanted ? here : none, below);
+      ids += V::size;
     }
-    Key* keys = keys_ + block * lanes;
-    const std::int32_t i = first_equal<lanes>(keys, highest);
-    keys[i] = OrderKey<T>::excluded;
-    block_max_[block] = highest_of<lanes>(keys);
-    return block * lanes + i;
+    Key next = V::reduce(below, V::maximum);
+    std::int32_t i = static_cast<std::int32_t>(V::reduce(first, V::minimum));
+    if (V::reduce(count, V::sum) < -1) {  // a tie: after the last taken
+      i = resume_[b];
+      while (keys[i] != highest) ++i;
+      std::int32_t more = i + 1;
+      while (more < block && keys[more] != highest) ++more;
+      resume_[b] = more < block ? more : 0;
+      if (more < block) next = highest;
+    }
+    highest_[b] = next;
+    return b * block + i;
   }
 
  private:
-  template <std::int32_t N>
-  static inline Key highest_of(const Key* keys) {
-    Key highest = keys[0];
-    for (std::int32_t i = 1; i < N; ++i) highest = keys[i] > highest ? keys[i] : highest;
-    return highest;
-  }
-  // N if there is none.
-  template <std::int32_t N>
-  static inline std::int32_t first_equal(const Key* keys, Key wanted) {
-    Key first = N;
-    for (std::int32_t i = 0; i < N; ++i) {
-      const Key here = keys[i] == wanted ? Key(i) : Key(N);
-      first = here < first ? here : first;
-    }
-    return static_cast<std::int32_t>(first);
-  }
-
+  static constexpr std::int32_t block = 64;
   alignas(64) Key keys_[max_experts];
-  alignas(64) Key block_max_[max_experts / lanes];
-  std::int32_t blocks_ = 0, padded_blocks_ = 0;
+  Key highest_[max_experts / block];
+  std::int32_t resume_[max_experts / block];  // where to look for the next of equal keys
+  std::int32_t blocks_ = 0;
 };
 
 // Excludes the experts of all groups but the best ones; kept[g] tells which stay.
 template <class T>
 inline void limit_groups(const RouterConfig& config, std::int32_t num_experts, T* selection, bool* kept) {
-  constexpr std::int32_t width = 8;
   const std::int32_t size = num_experts / config.num_groups;
   T score[max_experts];
   for (std::int32_t g = 0; g < config.num_groups; ++g) {
     const T* members = selection + static_cast<std::ptrdiff_t>(g) * size;
-    T first[width], second[width];  // the two highest of the members e = l (mod 8)
-    for (std::int32_t l = 0; l < width; ++l) first[l] = second[l] = excluded<T>();
+    // The two highest of each lane, then of the lanes and the rest.
+    using V = VectorOf<T>;
+    typename V::type first, second;
+    V::fill(excluded<T>(), first);
+    second = first;
     std::int32_t e = 0;
-    for (; e + width <= size; e += width)
-      for (std::int32_t l = 0; l < width; ++l) {
-        const T value = members[e + l];
-        const T lower = value < first[l] ? value : first[l];
-        second[l] = lower > second[l] ? lower : second[l];
-        first[l] = value > first[l] ? value : first[l];
-      }
+    for (; e + V::size <= size; e += V::size) {
+      typename V::type values;
+      V::load(members + e, values);
+      V::maximum(values < first ? values : first, second);
+      V::maximum(values, first);
+    }
     T highest = excluded<T>(), next = excluded<T>();
     const auto take = [&](T value) {
       const T lower = value < highest ? value : highest;
       next = lower > next ? lower : next;
       highest = value > highest ? value : highest;
     };
-    for (std::int32_t l = 0; l < width; ++l) {
-      take(first[l]);
-      take(second[l]);
-    }
+    if (size >= V::size)
+      for (std::int32_t l = 0; l < V::size; ++l) {
+        take(first[l]);
+        take(second[l]);
+      }
     for (; e < size; ++e) take(members[e]);
     // A group with one candidate is scored by it alone; one with none is excluded like an expert.
     score[g] = config.group_score_size == 2 && next != excluded<T>() ? highest + next : highest;
