@@ -14,7 +14,6 @@ file(GLOB moelith_binding_sources CONFIGURE_DEPENDS python/moelith/_binding/*.cp
 if(moelith_binding_sources)
   nanobind_add_module(_moelith NB_STATIC NOMINSIZE ${moelith_binding_sources})
   target_include_directories(_moelith PRIVATE src)
-  target_compile_definitions(_moelith PRIVATE MOELITH_VERSION="${PROJECT_VERSION}")
   target_link_libraries(_moelith PRIVATE moelith moelith_flags)
   set_target_properties(_moelith PROPERTIES LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/python/moelith)
   install(TARGETS _moelith LIBRARY DESTINATION moelith COMPONENT python)
