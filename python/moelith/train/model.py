@@ -1,0 +1,178 @@
+"""A decoder-only language model over bytes: attention by PyTorch, every feed-forward layer a moelith.MoE."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import moelith
+
+from .clock import LayerClock
+
+BYTES = 256  # the vocabulary
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model size and how it is trained. A step sees batch windows of `context` bytes."""
+
+    hidden_size: int
+    layers: int
+    heads: int
+    num_experts: int
+    top_k: int
+    intermediate_size: int         # of each routed expert
+    shared_intermediate_size: int  # of the one shared expert; 0: none
+    context: int
+    batch: int
+    steps: int
+    learning_rate: float
+    log_every: int = 10
+    eval_every: int = 100
+    save_every: int = 200
+    balance_rate: float = 0.003    # of the selection bias, which alone evens out the load over a batch
+    aux_loss_coefficient: float = 1e-4  # of the mean over sequences of their own imbalance
+
+
+PRESETS = {
+    # Minutes on two cores.
+    "tiny": Preset(hidden_size=128, layers=4, heads=4, num_experts=16, top_k=2, intermediate_size=128,
+                   shared_intermediate_size=128, context=256, batch=16, steps=600, learning_rate=4e-3),
+    # An hour or two on a desktop machine.
+    "small": Preset(hidden_size=256, layers=6, heads=4, num_experts=32, top_k=4, intermediate_size=128,
+                    shared_intermediate_size=256, context=512, batch=16, steps=3000, learning_rate=2e-3,
+                    eval_every=250, save_every=250),
+    # A night on a server's CPU, minutes on a GPU.
+    "base": Preset(hidden_size=512, layers=8, heads=8, num_experts=64, top_k=8, intermediate_size=256,
+                   shared_intermediate_size=256, context=1024, batch=32, steps=5000, learning_rate=1e-3,
+                   eval_every=250, save_every=500),
+    # One data-centre GPU: 1.7 billion parameters, a fifth of them at work on any byte.
+    "large": Preset(hidden_size=1024, layers=16, heads=16, num_experts=64, top_k=8, intermediate_size=512,
+                    shared_intermediate_size=512, context=2048, batch=32, steps=20000, learning_rate=6e-4,
+                    eval_every=500, save_every=1000, balance_rate=0.001),
+}
+
+
+def make_moe(preset: Preset, workers: int) -> moelith.MoE:
+    """DeepSeek-V3's recipe: sigmoid scores, a selection bias that evens out the load, one shared expert, and a small
+    sequence loss against imbalance inside a window."""
+    shared = preset.shared_intermediate_size
+    config = moelith.LayerConfig(
+        hidden_size=preset.hidden_size,
+        intermediate_size=preset.intermediate_size,
+        num_experts=preset.num_experts,
+        top_k=preset.top_k,
+        shared_experts=(moelith.SharedExpert(shared),) if shared else (),
+        router=moelith.Router(kind="sigmoid", renormalize=True, selection_bias=True,
+                              aux_loss="sequence", aux_loss_coefficient=preset.aux_loss_coefficient / preset.batch),
+    )
+    return moelith.MoE(config, main_gradients=True, options=moelith.PlanOptions(workers=workers))
+
+
+def rotary_table(context: int, size: int) -> torch.Tensor:
+    """Rotary position embedding (RoPE, arXiv 2104.09864): angles of context positions, [2, context, size / 2] of cos and
+    sin."""
+    frequency = 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    angle = torch.outer(torch.arange(context, dtype=torch.float64), frequency)
+    return torch.stack((angle.cos(), angle.sin())).float()
+
+
+def rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Turns the pairs (x[i], x[i + size / 2]) of x [.., S, size] by the angles of their position."""
+    cos, sin = table[:, :x.shape[-2]].to(x.dtype)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions and normalised queries and keys. x: [B, S, H] -> [B, S, H]."""
+
+    def __init__(self, preset: Preset):
+        super().__init__()
+        self.heads = preset.heads
+        size = preset.hidden_size // preset.heads
+        self.qkv_proj = nn.Linear(preset.hidden_size, 3 * preset.hidden_size, bias=False)
+        self.o_proj = nn.Linear(preset.hidden_size, preset.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(size, eps=1e-6)
+        self.k_norm = nn.RMSNorm(size, eps=1e-6)
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        B, S, H = x.shape
+        q, k, v = self.qkv_proj(x).view(B, S, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # each [B, heads, S, size]
+        q = rotate(self.q_norm(q), table)
+        k = rotate(self.k_norm(k), table)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(y.transpose(1, 2).reshape(B, S, H))
+
+
+class Block(nn.Module):
+    """x + attention, then + MoE, each of a normalised input. x: [B, S, H]."""
+
+    def __init__(self, preset: Preset, clock: LayerClock, workers: int):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(preset.hidden_size, eps=1e-6)
+        self.attention = Attention(preset)
+        self.moe_norm = nn.RMSNorm(preset.hidden_size, eps=1e-6)
+        self.moe = make_moe(preset, workers)
+        self.clock = clock
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Also returns the MoE layer's auxiliary loss and its expert counts [E]."""
+        x = x + self.attention(self.attention_norm(x), table)
+        routed = self.moe(self.clock.enter(self.moe_norm(x)), return_routing=True)
+        return x + self.clock.leave(routed.y), routed.aux_loss, routed.expert_counts
+
+
+class LanguageModel(nn.Module):
+    """Bytes [B, S] -> logits of the byte that follows each, float32 [B, S, 256]."""
+
+    def __init__(self, preset: Preset, clock: LayerClock, workers: int):
+        super().__init__()
+        self.embedding = nn.Embedding(BYTES, preset.hidden_size)
+        self.blocks = nn.ModuleList(Block(preset, clock, workers) for _ in range(preset.layers))
+        self.norm = nn.RMSNorm(preset.hidden_size, eps=1e-6)
+        self.head = nn.Linear(preset.hidden_size, BYTES, bias=False)
+        table = rotary_table(preset.context, preset.hidden_size // preset.heads)
+        self.register_buffer("rotary_table", table, persistent=False)
+        self._initialize(preset)
+
+    @torch.no_grad()
+    def _initialize(self, preset: Preset) -> None:
+        """Normal with variance 1 / fan-in; what is added to the residual stream is smaller the more layers add to it."""
+        for name, parameter in self.named_parameters():
+            if parameter.ndim < 2:
+                continue
+            scale = parameter.shape[-1] ** -0.5
+            if "o_proj" in name or "down_proj" in name:
+                scale /= math.sqrt(2 * preset.layers)
+            elif "head" in name:
+                scale *= 0.1  # the first predictions are close to uniform
+            parameter.normal_(0.0, 1.0 if "embedding" in name else scale)
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Also returns the sum of the MoE layers' auxiliary losses, and the routes to each expert [layers, E]."""
+        x = self.embedding(tokens)
+        losses, counts = [], []
+        for block in self.blocks:
+            x, loss, count = block(x, self.rotary_table)
+            losses.append(loss)
+            counts.append(count)
+        return self.head(self.norm(x)).float(), torch.stack(losses).sum(), torch.stack(counts)
+
+    def store_as(self, dtype: torch.dtype) -> "LanguageModel":
+        """Parameters in this type; buffers (tables, selection biases) stay float32."""
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return self
+
+    def balance(self, counts: torch.Tensor, rate: float) -> None:
+        """After a step: makes experts that got more than the mean a little less likely to be chosen, and others more.
+        counts: [layers, E]."""
+        for block, count in zip(self.blocks, counts):
+            block.moe.update_selection_bias(count, rate)
+
+    def expert_parameters(self) -> list[nn.Parameter]:
+        """Of routed and shared experts: those whose gradients a moelith.MoE can add to a float32 main gradient."""
+        return [p for block in self.blocks for name, p in block.moe.named_parameters() if not name.startswith("router.")]
