@@ -77,8 +77,8 @@ class LayerConfig:
         object.__setattr__(self, "_key", _canonical_json(self))
         given = {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias}
         kinds = [kind for kind in _WEIGHT_KINDS if given.get(kind, True)]
-        names = tuple((owner, kind) for owner in range(-1, len(self.shared_experts)) for kind in kinds)
-        object.__setattr__(self, "_weights", names)
+        owners = ("", *(f"shared.{s}." for s in range(len(self.shared_experts))))
+        object.__setattr__(self, "_weights", tuple(owner + kind for owner in owners for kind in kinds))
 
     @property
     def key(self) -> str:
@@ -86,8 +86,8 @@ class LayerConfig:
         return self._key
 
     @property
-    def weights(self) -> tuple[tuple[int, str], ...]:
-        """The weights that the layer has, as (-1 or the index of the shared expert, kind)."""
+    def weights(self) -> tuple[str, ...]:
+        """The names of the layer's weights: "gate_up_proj", ..., "shared.0.gate_up_proj", ..."""
         return self._weights
 
     @staticmethod
@@ -140,7 +140,7 @@ class PlanOptions:
         object.__setattr__(self, "expert_rank", tuple(self.expert_rank))
         plain = dataclasses.replace(self, group=None) if self.group is not None else self
         object.__setattr__(self, "_key", _canonical_json(plain, leave_out=("group",)))
-        object.__setattr__(self, "_group_handle", self.group.handle if self.group is not None else 0)
+        object.__setattr__(self, "_group_handle", self.group.handle if self.group is not None else "0")
 
     @property
     def key(self) -> str:
@@ -148,7 +148,7 @@ class PlanOptions:
         return self._key
 
     @property
-    def group_handle(self) -> int:
+    def group_handle(self) -> str:
         return self._group_handle
 
 

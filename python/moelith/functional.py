@@ -5,7 +5,6 @@ S shared experts. `dtype` below is that of x: bfloat16, float32 or float64; "acc
 otherwise float32.
 """
 
-import functools
 from typing import Mapping, NamedTuple, Optional, Sequence
 
 import torch
@@ -65,7 +64,7 @@ def moe(
     down_proj           [L, H, I];                                                 down_bias [L, H]
     router_logits       [..., E] of x's or the accumulator dtype. Or, instead, the caller's own routing:
     topk_ids            [..., k] int32 or int64, global expert ids, -1: an empty slot, and
-    topk_weights        [..., k] of the accumulator dtype
+    topk_weights        [..., k] of the accumulator dtype. Neither is needed where E = 1: the one weight is 1.
     selection_bias      [E] of the accumulator dtype, where config.router.selection_bias
     shared              SharedWeights of each shared expert
     shared_gate_logits  [..., S] where a shared expert is gated
@@ -79,61 +78,90 @@ def moe(
     none, and a call without any keeps nothing. Raises ValueError for bad arguments, NotImplementedError for what this
     build or device cannot do, TimeoutError where another rank did not come.
     """
-    names = config.weights
-    given = {"gate_up_proj": gate_up_proj, "gate_up_bias": gate_up_bias, "down_proj": down_proj, "down_bias": down_bias}
     if len(shared) != len(config.shared_experts):
         raise ValueError(f"shared: {len(shared)} experts given; config has {len(config.shared_experts)}")
-    experts = [(-1, given)] + [(i, SharedWeights(*expert)._asdict()) for i, expert in enumerate(shared)]
-    tensors = {}
-    for owner, expert in experts:
-        for kind, tensor in expert.items():
-            if tensor is None and (owner, kind) not in names:
-                continue
-            name = weight_name(owner, kind)
-            if tensor is None:
-                raise ValueError(f"{name}: None; config asks for it ({kind}=True)")
-            if (owner, kind) not in names:
-                raise ValueError(f"{name}: given, but config.{kind} is False")
-            tensors[owner, kind] = tensor
-    weights = [tensors[name] for name in names]
-    main, mask = _main_gradients(main_gradients, names, weights)
-    _check_entry(router_logits, topk_ids, topk_weights)
+    given = {"gate_up_proj": gate_up_proj, "gate_up_bias": gate_up_bias, "down_proj": down_proj, "down_bias": down_bias}
+    for s, expert in enumerate(shared):
+        for kind, tensor in zip(SharedWeights._fields, expert):
+            given[f"shared.{s}.{kind}"] = tensor
+    for name, tensor in given.items():
+        if (tensor is not None) and name not in config.weights:
+            raise ValueError(f"{name}: given; config has no such weight ({name.rpartition('.')[2]}=False)")
+    for name in config.weights:
+        if given.get(name) is None:
+            raise ValueError(f"{name}: None; config asks for it")
+    weights = [given[name] for name in config.weights]
+    main, mask = _main_gradients(main_gradients, config.weights, weights)
 
-    differentiable = (x, router_logits, topk_weights, shared_gate_logits, *weights)
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
-    y, *routing, _ = operators.moe(
+    y, *routing = _forward(
         _rows_of(x, "x", config.hidden_size),
-        _rows_of(router_logits, "router_logits", config.num_experts),
-        _rows_of(topk_ids, "topk_ids", config.top_k),
-        _rows_of(topk_weights, "topk_weights", config.top_k),
-        selection_bias,
-        _rows_of(shared_gate_logits, "shared_gate_logits", len(config.shared_experts)),
-        num_valid_tokens,
         weights,
-        main,
-        mask,
         config.key,
-        options.key,
-        options.group_handle,
-        num_sequences,
-        save,
+        options,
+        router_logits=_rows_of(router_logits, "router_logits", config.num_experts),
+        topk_ids=_rows_of(topk_ids, "topk_ids", config.top_k),
+        topk_weights=_rows_of(topk_weights, "topk_weights", config.top_k),
+        selection_bias=selection_bias,
+        shared_gate_logits=_rows_of(shared_gate_logits, "shared_gate_logits", len(config.shared_experts)),
+        num_valid_tokens=num_valid_tokens,
+        num_sequences=num_sequences,
+        main=main,
+        main_mask=mask,
     )
     y = y.reshape(x.shape)
     return MoEOutput(y, *routing) if return_routing else y
 
 
+def _forward(
+    x,
+    weights,
+    config_key,
+    options,
+    *,
+    router_logits=None,
+    topk_ids=None,
+    topk_weights=None,
+    selection_bias=None,
+    shared_gate_logits=None,
+    num_valid_tokens=None,
+    num_sequences=1,
+    main=(),
+    main_mask=0,
+):
+    """y, topk_ids, topk_weights, expert_counts, aux_loss, z_loss of x [T, H]."""
+    differentiable = (x, router_logits, topk_weights, shared_gate_logits, *weights)
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
+    *results, _ = operators.moe(
+        x,
+        router_logits,
+        topk_ids,
+        topk_weights,
+        selection_bias,
+        shared_gate_logits,
+        num_valid_tokens,
+        weights,
+        list(main),
+        main_mask,
+        config_key,
+        options.key,
+        options.group_handle,
+        num_sequences,
+        save,
+    )
+    return results
+
+
 @torch.compiler.assume_constant_result
-@functools.lru_cache(maxsize=None)
-def _dense_config(hidden_size, intermediate_size, activation, gate_up_bias, down_bias):
+def _dense_key(hidden_size, intermediate_size, kind, limit, alpha, up_offset, gate_up_bias, down_bias):
     return LayerConfig(
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         num_experts=1,
         top_k=1,
-        activation=activation,
+        activation=Activation(kind, limit, alpha, up_offset),
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
-    )
+    ).key
 
 
 def mlp(
@@ -153,22 +181,19 @@ def mlp(
             f"gate_up_proj, down_proj: shapes {tuple(gate_up_proj.shape)}, {tuple(down_proj.shape)}; accepted: [2I, H] "
             "([I, H] without a gate) and [H, I]"
         )
-    config = _dense_config(
-        down_proj.shape[0], down_proj.shape[1], activation, gate_up_bias is not None, down_bias is not None
+    key = _dense_key(
+        down_proj.shape[0],
+        down_proj.shape[1],
+        activation.kind,
+        activation.limit,
+        activation.alpha,
+        activation.up_offset,
+        gate_up_bias is not None,
+        down_bias is not None,
     )
-    leading = (*x.shape[:-1], 1)
-    return moe(
-        x,
-        config=config,
-        gate_up_proj=gate_up_proj[None],
-        down_proj=down_proj[None],
-        gate_up_bias=None if gate_up_bias is None else gate_up_bias[None],
-        down_bias=None if down_bias is None else down_bias[None],
-        topk_ids=torch.zeros(leading, dtype=torch.int32, device=x.device),
-        topk_weights=torch.ones(leading, dtype=operators.accumulator_dtype(x.dtype), device=x.device),
-        num_valid_tokens=num_valid_tokens,
-        options=options,
-    )
+    weights = [tensor[None] for tensor in (gate_up_proj, gate_up_bias, down_proj, down_bias) if tensor is not None]
+    rows = _rows_of(x, "x", down_proj.shape[0])
+    return _forward(rows, weights, key, options, num_valid_tokens=num_valid_tokens)[0].reshape(x.shape)
 
 
 def update_selection_bias(bias: Tensor, expert_counts: Tensor, rate: float) -> None:
@@ -177,11 +202,6 @@ def update_selection_bias(bias: Tensor, expert_counts: Tensor, rate: float) -> N
     bias [E] float32 or float64; expert_counts [E] int64, summed over whatever batch and ranks it shall balance.
     """
     operators.update_selection_bias(bias, expert_counts, rate)
-
-
-def weight_name(owner: int, kind: str) -> str:
-    """The name of a weight: of the routed experts (owner -1) or of a shared one, as in `main_gradients`."""
-    return kind if owner < 0 else f"shared.{owner}.{kind}"
 
 
 def _rows_of(tensor, name, columns):
@@ -193,23 +213,14 @@ def _rows_of(tensor, name, columns):
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, columns)
 
 
-def _check_entry(router_logits, topk_ids, topk_weights):
-    if (topk_ids is None) != (topk_weights is None):
-        missing = "topk_ids" if topk_ids is None else "topk_weights"
-        raise ValueError(f"{missing}: None; topk_ids and topk_weights come together")
-    if (router_logits is None) == (topk_ids is None):
-        raise ValueError("routing: give either router_logits, or topk_ids and topk_weights")
-
-
 def _main_gradients(main_gradients, names, weights):
     if not main_gradients:
         return [], 0
-    by_name = {weight_name(*name): i for i, name in enumerate(names)}
     tensors, mask = [], 0
-    unknown = [name for name in main_gradients if name not in by_name]
-    if unknown:
-        raise ValueError(f"main_gradients: '{unknown[0]}'; accepted: {', '.join(by_name)}")
-    for name, i in by_name.items():  # in the order of the weights
+    for name in main_gradients:
+        if name not in names:
+            raise ValueError(f"main_gradients: '{name}'; accepted: {', '.join(names)}")
+    for i, name in enumerate(names):
         if name in main_gradients:
             tensor = main_gradients[name]
             if tensor.dtype != torch.float32 or tensor.shape != weights[i].shape:

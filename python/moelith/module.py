@@ -124,7 +124,7 @@ class MoE(nn.Module):
         router_logits, or topk_ids and topk_weights, take the place of the layer's own router.
         """
         if num_sequences is None:
-            num_sequences = math.prod(x.shape[:-2])
+            num_sequences = math.prod(x.shape[:-2]) or 1
         if router_logits is None and topk_ids is None and topk_weights is None:
             router_logits = self.router_logits(x)
         routed = functional.SharedWeights(self.gate_up_proj, self.down_proj, self.gate_up_bias, self.down_bias)
@@ -142,7 +142,7 @@ class MoE(nn.Module):
             router_logits=router_logits,
             topk_ids=topk_ids,
             topk_weights=topk_weights,
-            selection_bias=self.selection_bias,
+            selection_bias=None if router_logits is None else self.selection_bias,
             shared=shared,
             shared_gate_logits=None if self.shared_gate is None else self.shared_gate(x),
             num_valid_tokens=num_valid_tokens,
@@ -168,8 +168,7 @@ class MoE(nn.Module):
     def update_selection_bias(self, expert_counts: Tensor, rate: float = 1e-3) -> None:
         """Balances without an auxiliary loss: bias[e] += rate * sign(mean(expert_counts) - expert_counts[e]).
 
-        expert_counts [E] int64: the sum of MoEOutput.expert_counts over the batch (and the ranks) of a step. Call it
-        when no forward awaits its backward, usually after the optimizer's step.
+        expert_counts [E] int64: the sum of MoEOutput.expert_counts over the batch (and the ranks) of a step.
         """
         if self.selection_bias is None:
             raise ValueError("selection_bias: this layer has none; set config.router.selection_bias")
@@ -184,13 +183,11 @@ class MoE(nn.Module):
         )
 
     def _main_gradients(self, routed, shared):
-        holders = [(-1, routed), *enumerate(shared)]
-        return {
-            functional.weight_name(owner, kind): tensor.main_grad
-            for owner, weights in holders
-            for kind, tensor in weights._asdict().items()
-            if tensor is not None and getattr(tensor, "main_grad", None) is not None
-        }
+        named = routed._asdict()
+        for s, expert in enumerate(shared):
+            named |= {f"shared.{s}.{kind}": tensor for kind, tensor in expert._asdict().items()}
+        main = {name: getattr(tensor, "main_grad", None) for name, tensor in named.items() if tensor is not None}
+        return {name: tensor for name, tensor in main.items() if tensor is not None}
 
     def _apply(self, fn, recurse=True):
         selection_bias = self.selection_bias

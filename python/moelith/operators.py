@@ -1,7 +1,7 @@
 """The layer as operators of PyTorch: torch.ops.moelith.*, with fake kernels and autograd.
 
 Private: moelith.functional is the interface. `config` is a LayerConfig.key, `options` a PlanOptions.key, `group` the
-handle of a Group (0: one rank). `weights` is the list in the order of LayerConfig.weights.
+handle of a Group ("0": one rank). `weights` is the list in the order of LayerConfig.weights.
 
   moe                        forward; differentiable
   moe_backward               its gradients
@@ -29,6 +29,7 @@ _TENSOR_INPUTS = (
     "num_valid_tokens",
 )
 _DIFFERENTIABLE = ("x", "router_logits", "topk_weights", "shared_gate_logits")
+_RESULTS = ("y", "topk_ids", "topk_weights", "expert_counts", "aux_loss", "z_loss")
 _UPSTREAM = ("y", "topk_weights", "aux_loss", "z_loss")
 
 
@@ -37,14 +38,21 @@ def parsed_config(key: str) -> LayerConfig:
     return LayerConfig.from_key(key)
 
 
+@functools.lru_cache(maxsize=None)
+def _owner_and_kind(name: str):
+    """"shared.3.down_proj" -> (3, "down_proj"); "down_proj" -> (None, "down_proj")"""
+    owner, _, kind = name.rpartition(".")
+    return (int(owner.removeprefix("shared.")) if owner else None), kind
+
+
 def _fill_weights(target, shared_type, config, tensors, convert):
     """Sets the members of a Weights or WeightGradients from a list in the order of LayerConfig.weights; None is left out."""
     layer = parsed_config(config)
     shared = [shared_type() for _ in layer.shared_experts]
-    for (owner, kind), tensor in zip(layer.weights, tensors, strict=True):
+    for name, tensor in zip(layer.weights, tensors, strict=True):
         if tensor is not None:
-            name = kind if owner < 0 else f"shared[{owner}].{kind}"
-            setattr(target if owner < 0 else shared[owner], kind, convert(tensor, name))
+            owner, kind = _owner_and_kind(name)
+            setattr(target if owner is None else shared[owner], kind, convert(tensor, name))
     target.shared = shared
     return target
 
@@ -82,7 +90,7 @@ def _stream(device):
 
 
 def _empty_outputs(x, config):
-    """y, topk_ids, topk_weights, expert_counts, aux_loss, z_loss"""
+    """Uninitialised tensors for _RESULTS."""
     layer = parsed_config(config)
     accumulator = accumulator_dtype(x.dtype)
     tokens = x.shape[0]
@@ -110,7 +118,7 @@ def moe(
     main_gradient_mask: int,
     config: str,
     options: str,
-    group: int,
+    group: str,
     num_sequences: int,
     save: bool,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -123,25 +131,17 @@ def moe(
         (x, router_logits, topk_ids, topk_weights, selection_bias, shared_gate_logits, num_valid_tokens)
     )
     x = tensors["x"]
-    results = _empty_outputs(x, config)
-    outputs = _moelith.Outputs()
-    outputs.y = view(results[0], "y")
-    outputs.topk_ids = view(results[1], "topk_ids")
-    outputs.topk_weights = view(results[2], "topk_weights")
-    outputs.expert_counts = view(results[3], "expert_counts")
-    if router_logits is not None:
-        outputs.aux_loss = view(results[4], "aux_loss")
-        outputs.z_loss = view(results[5], "z_loss")
-    else:  # the caller routed: there are no logits to take a loss of
-        results[4].zero_()
-        results[5].zero_()
     owner = Group.of(group)
     with owner.lock:
         plan = owner.plan(config, options, x.dtype, x.device.type, x.shape[0])
         sizes = plan.buffer_sizes(x.shape[0])
+        inputs = _native_inputs(tensors, weights, config, num_sequences)
+        results = _empty_outputs(x, config)
+        outputs = _moelith.Outputs()
+        for name, result in zip(_RESULTS, results):
+            setattr(outputs, name, view(result, name))
         saved = aligned_empty(sizes.saved, x.device) if save else x.new_empty((0,), dtype=torch.uint8)
         workspace = owner.workspace(sizes.workspace, x.device)
-        inputs = _native_inputs(tensors, weights, config, num_sequences)
         plan.forward(inputs, outputs, saved.data_ptr() if save else 0, workspace.data_ptr(), _stream(x.device))
     return (*results, saved)
 
@@ -179,8 +179,11 @@ def _(
 def _setup_context(ctx, inputs, output):
     *tensors, weights, main_gradients, mask, config, options, group, num_sequences, save = inputs
     ctx.set_materialize_grads(False)
+    # save_for_backward refuses a backward after a change to a tensor. Main gradients do change between forward and
+    # backward (that is their purpose), and the selection bias may: backward needs its presence, not its values.
+    at = _TENSOR_INPUTS.index("selection_bias")
+    ctx.selection_bias, tensors[at] = tensors[at], None
     ctx.save_for_backward(*tensors, *weights, output[-1])
-    # Main gradients change between forward and backward (that is their purpose), which save_for_backward would refuse.
     ctx.main_gradients = list(main_gradients)
     ctx.main_gradient_mask = mask
     ctx.settings = (config, options, group, num_sequences)
@@ -190,6 +193,7 @@ def _backward(ctx, grad_y, _ids, grad_topk_weights, _counts, grad_aux_loss, grad
     n = len(_TENSOR_INPUTS)
     *tensors, saved = ctx.saved_tensors
     tensors, weights = list(tensors[:n]), list(tensors[n:])
+    tensors[_TENSOR_INPUTS.index("selection_bias")] = ctx.selection_bias
     needs = list(ctx.needs_input_grad)
     needs_weights = needs[n] or [False] * len(weights)
     masked = ctx.main_gradient_mask
@@ -309,7 +313,7 @@ def moe_backward(
     wanted: int,
     config: str,
     options: str,
-    group: int,
+    group: str,
     num_sequences: int,
 ) -> List[Tensor]:
     """-> the gradients whose bits are set in `wanted`: of _DIFFERENTIABLE, then of the weights.
@@ -340,7 +344,7 @@ def moe_backward_accumulate(
     wanted: int,
     config: str,
     options: str,
-    group: int,
+    group: str,
     num_sequences: int,
 ) -> None:
     """Writes what moe_backward returns into `gradients`, and adds the gradients of the weights in main_gradient_mask to

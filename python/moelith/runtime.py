@@ -40,9 +40,9 @@ def view(tensor: torch.Tensor, name: str):
 
 def aligned_empty(nbytes: int, device: torch.device) -> torch.Tensor:
     """nbytes uninitialised bytes that start at a multiple of BUFFER_ALIGNMENT."""
-    buffer = torch.empty(nbytes + BUFFER_ALIGNMENT, dtype=torch.uint8, device=device)
-    start = -buffer.data_ptr() % BUFFER_ALIGNMENT
-    return buffer[start : start + nbytes]
+    if device.type == "cpu":  # PyTorch aligns to 64 bytes there
+        return _moelith.aligned_bytes(nbytes, BUFFER_ALIGNMENT)
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 class Group:
@@ -57,7 +57,8 @@ class Group:
     _single_lock = threading.Lock()
 
     def __init__(self, native, handle=None):
-        self.handle = next(Group._handles) if handle is None else handle
+        # A string, which torch.compile takes as a constant (it may make a symbol of a number).
+        self.handle = str(next(Group._handles)) if handle is None else handle
         self.lock = threading.Lock()
         self._native = native
         self._plans = {}
@@ -69,7 +70,7 @@ class Group:
         """The group of one rank that calls without a group use."""
         with Group._single_lock:
             if Group._single is None:
-                Group._single = Group(_moelith.Group.single(), handle=0)
+                Group._single = Group(_moelith.Group.single(), handle="0")
             return Group._single
 
     @staticmethod
@@ -78,8 +79,8 @@ class Group:
         return [Group(native) for native in _moelith.Group.threads(ranks)]
 
     @staticmethod
-    def of(handle: int) -> "Group":
-        if handle == 0:
+    def of(handle: str) -> "Group":
+        if handle == "0":
             return Group.single()
         group = Group._by_handle.get(handle)
         if group is None:

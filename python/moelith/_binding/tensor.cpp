@@ -1,10 +1,13 @@
 #include "moelith/tensor.hpp"
 
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstdlib>
 #include <exception>
+#include <new>
 #include <optional>
 #include <vector>
 
@@ -36,6 +39,15 @@ TensorView make_view(std::uintptr_t address, DataType dtype, const std::vector<s
     contiguous_stride *= shape[i];
   }
   return view;
+}
+
+// DLPack carries the memory to PyTorch, which frees it.
+nb::ndarray<nb::pytorch, std::uint8_t, nb::ndim<1>, nb::device::cpu> aligned_bytes(std::size_t size,
+                                                                                  std::size_t alignment) {
+  const std::size_t rounded = (size + alignment - 1) / alignment * alignment;
+  void* memory = std::aligned_alloc(alignment, rounded > 0 ? rounded : alignment);
+  if (!memory) throw std::bad_alloc();
+  return {memory, {size}, nb::capsule(memory, [](void* m) noexcept { std::free(m); })};
 }
 
 PyObject* exception_type(Status status) {
@@ -80,6 +92,9 @@ void bind_tensor(nb::module_& module) {
           nb::arg("address"), nb::arg("dtype"), nb::arg("shape"), nb::arg("stride") = nb::none())
       .def_prop_ro("given", &TensorView::given)
       .def("__repr__", [](const TensorView& view) { return describe(view); });
+
+  module.def("aligned_bytes", &aligned_bytes, nb::arg("size"), nb::arg("alignment"),
+             "A torch.Tensor of `size` uninitialised bytes on the CPU, its address a multiple of `alignment`.");
 }
 
 }  // namespace moelith::binding
