@@ -132,7 +132,8 @@ void weigh_row(const LayerConfig& config, const double* logits, const double* sc
     divisor = sigmoid_sum_epsilon;
     for (std::int64_t j = 0; j < k; ++j) divisor += scores[ids[j]];
   }
-  for (std::int64_t j = 0; j < k; ++j) weights[j] = router.scaling_factor * scores[ids[j]] / divisor;
+  // Divided first: with k = 1 every weight is then exactly the same, and capacity by score sees them as equal.
+  for (std::int64_t j = 0; j < k; ++j) weights[j] = router.scaling_factor * (scores[ids[j]] / divisor);
 }
 
 // The gradient into the scores, or where the weights are a softmax over the chosen logits into the logits, of one row.
