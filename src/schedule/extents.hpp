@@ -19,7 +19,23 @@ namespace moelith::schedule {
 inline constexpr int max_shared_experts = 8;
 inline constexpr int max_ranks = 64;
 
-MOELITH_HD constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+// a / b for a >= 0, b > 0. A GPU has no instruction for it; 32 bits take a tenth of the time of 64.
+MOELITH_HD constexpr std::int64_t quotient(std::int64_t a, std::int64_t b) {
+#if defined(__CUDA_ARCH__)
+  if (((a | b) >> 31) == 0) return static_cast<std::uint32_t>(a) / static_cast<std::uint32_t>(b);
+  std::uint64_t rest = 0, result = 0;  // bit by bit: rare, and a tenth of the code
+  for (int bit = 62; bit >= 0; --bit) {
+    rest = rest << 1 | (a >> bit & 1);
+    result <<= 1;
+    if (rest >= std::uint64_t(b)) rest -= b, result |= 1;
+  }
+  return static_cast<std::int64_t>(result);
+#else
+  return a / b;
+#endif
+}
+MOELITH_HD constexpr std::int64_t remainder_of(std::int64_t a, std::int64_t b) { return a - quotient(a, b) * b; }
+MOELITH_HD constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return quotient(a + b - 1, b); }
 MOELITH_HD constexpr std::int64_t min_of(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 MOELITH_HD constexpr std::int64_t max_of(std::int64_t a, std::int64_t b) { return a > b ? a : b; }
 

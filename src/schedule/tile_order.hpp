@@ -43,7 +43,7 @@ struct Pipeline {
   MOELITH_HD void decode(std::int64_t index, Stage& out_stage, std::int64_t& block, std::int32_t& column) const {
     std::int64_t low = 0, high = ceil_div(blocks, group) + stages;  // the segment is in [low, high)
     while (high - low > 1) {
-      const std::int64_t middle = (low + high) / 2;
+      const std::int64_t middle = (low + high) >> 1;
       if (segment_begin(middle) <= index) low = middle; else high = middle;
     }
     index -= segment_begin(low);
@@ -52,8 +52,8 @@ struct Pipeline {
       const std::int64_t count = low < i ? 0 : min_of(group, max_of(blocks - first, 0));
       if (index < count * columns[i]) {
         out_stage = stage[i];
-        block = first + index % count;
-        column = static_cast<std::int32_t>(index / count);
+        block = first + remainder_of(index, count);
+        column = static_cast<std::int32_t>(quotient(index, count));
         return;
       }
       index -= count * columns[i];
@@ -110,7 +110,7 @@ MOELITH_HD inline std::int64_t combine_tiles(const Sizes& sizes) { return sizes.
 // Column by column: the slots' columns become complete in that order.
 MOELITH_HD inline Tile combine_tile(const Sizes& sizes, std::int64_t index) {
   const std::int64_t blocks = sizes.token_blocks();
-  return {Stage::combine, 0, index % blocks, static_cast<std::int32_t>(index / blocks)};
+  return {Stage::combine, 0, remainder_of(index, blocks), static_cast<std::int32_t>(quotient(index, blocks))};
 }
 
 MOELITH_HD inline std::int64_t weight_gradient_tile_count(const Sizes& sizes) {
@@ -127,7 +127,7 @@ MOELITH_HD inline Tile weight_gradient_tile(const Sizes& sizes, std::int64_t ind
   if (sizes.local_experts > 0) {
     const std::int64_t per_expert = weight_gradient_tiles(sizes, 0).size();
     const std::int64_t routed = per_expert * sizes.local_experts;
-    slot = static_cast<std::int32_t>(index < routed ? index / per_expert : sizes.local_experts);
+    slot = static_cast<std::int32_t>(index < routed ? quotient(index, per_expert) : sizes.local_experts);
     index -= index < routed ? slot * per_expert : routed;
   }
   while (sizes.is_shared(slot) && index >= weight_gradient_tiles(sizes, slot).size()) {
@@ -137,10 +137,14 @@ MOELITH_HD inline Tile weight_gradient_tile(const Sizes& sizes, std::int64_t ind
   const WeightGradientTiles tiles = weight_gradient_tiles(sizes, slot);
   const std::int64_t gate_up = tiles.gate_up_rows * tiles.gate_up_columns, down = tiles.down_rows * tiles.down_columns;
   if (index < gate_up) {
-    return {Stage::gate_up_wgrad, slot, index / tiles.gate_up_columns, std::int32_t(index % tiles.gate_up_columns)};
+    return {Stage::gate_up_wgrad, slot, quotient(index, tiles.gate_up_columns),
+            std::int32_t(remainder_of(index, tiles.gate_up_columns))};
   }
   index -= gate_up;
-  if (index < down) return {Stage::down_wgrad, slot, index / tiles.down_columns, std::int32_t(index % tiles.down_columns)};
+  if (index < down) {
+    return {Stage::down_wgrad, slot, quotient(index, tiles.down_columns),
+            std::int32_t(remainder_of(index, tiles.down_columns))};
+  }
   index -= down;
   return {index < tiles.gate_up_bias ? Stage::gate_up_bias_grad : Stage::down_bias_grad, slot, 0, 0};
 }
@@ -214,7 +218,7 @@ MOELITH_HD inline Tile tile_at(const Pass& pass, std::int64_t index) {
       const std::int64_t* block_begin = pass.layout.block_begin;
       std::int32_t low = 0, high = sizes.local_experts;  // the last expert with block_begin <= block has that block
       while (high - low > 1) {
-        const std::int32_t middle = (low + high) / 2;
+        const std::int32_t middle = (low + high) >> 1;
         if (block_begin[middle] <= block) low = middle; else high = middle;
       }
       tile.expert = low;
@@ -228,8 +232,8 @@ MOELITH_HD inline Tile tile_at(const Pass& pass, std::int64_t index) {
   // Combine moves bytes and weight gradients compute: among n tiles, c of them combine, the i-th is one if c i / n
   // passes an integer there.
   const std::int64_t total = combine + weight_gradient_tile_count(sizes);
-  const std::int64_t combines_before = combine * index / total;
-  if (combine * (index + 1) / total > combines_before) return combine_tile(sizes, combines_before);
+  const std::int64_t combines_before = quotient(combine * index, total);
+  if (quotient(combine * (index + 1), total) > combines_before) return combine_tile(sizes, combines_before);
   return weight_gradient_tile(sizes, index - combines_before);
 }
 

@@ -33,22 +33,27 @@ __device__ inline uint4 pack(const float (&f)[8]) {
 }
 __device__ inline void round_all(float (&f)[8]) { unpack(pack(f), f); }
 
-// Values of a row pair of 8 columns from `c` on (column of the whole output), with the bias where there is one.
-struct BiasPair {
-  float first = 0, second = 0;
-  __device__ BiasPair(const bf16* bias, std::int64_t column, std::int64_t columns) {
-    if (bias && column < columns) {
-      const std::uint32_t packed = *reinterpret_cast<const std::uint32_t*>(bias + column);
-      first = low_bfloat16(packed), second = high_bfloat16(packed);
+// Adds the bias of `Groups` 8-column groups from group First on; bias: of its first column, of which `columns` exist.
+template <int N, int First, int Groups>
+__device__ inline void add_bias(Sums<N>& sums, const bf16* bias, std::int64_t columns, int lane) {
+#pragma unroll
+  for (int g = 0; g < Groups; ++g) {
+    const int column = g * 8 + 2 * (lane % 4);
+    if (column >= columns) continue;
+    const std::uint32_t packed = *reinterpret_cast<const std::uint32_t*>(bias + column);
+    const float low = low_bfloat16(packed), high = high_bfloat16(packed);
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      float* v = sums.value[m] + (First + g) * 4;
+      v[0] += low, v[1] += high, v[2] += low, v[3] += high;
     }
   }
-};
+}
 
 // 8-column groups First .. First + 2 Pairs - 1 of block M, rounded to bfloat16, into 16-byte pieces `piece` and following
-// of the warp's rows. Piece c of row r lies at r * 128 + ((c ^ (r & 7)) * 16). bias: of column 0 of group First.
+// of the warp's rows. Piece c of row r lies at r * 128 + ((c ^ (r & 7)) * 16).
 template <int N, int M, int First, int Pairs>
-__device__ inline void deposit_rounded(const Sums<N>& sums, std::uint32_t staging, int piece, const bf16* bias,
-                                       std::int64_t column, std::int64_t columns, int lane) {
+__device__ inline void deposit_rounded(const Sums<N>& sums, std::uint32_t staging, int piece, int lane) {
   const int row = (lane % 8) + (lane / 8 % 2) * 8;
 #pragma unroll
   for (int pair = 0; pair < Pairs; ++pair) {
@@ -57,9 +62,8 @@ __device__ inline void deposit_rounded(const Sums<N>& sums, std::uint32_t stagin
 #pragma unroll
     for (int g = 0; g < 2; ++g) {
       const float* v = sums.value[M] + (First + 2 * pair + g) * 4;
-      const BiasPair b(bias, column + (2 * pair + g) * 8 + 2 * (lane % 4), columns);
-      packed[2 * g] = pack_bfloat16(v[0] + b.first, v[1] + b.second);
-      packed[2 * g + 1] = pack_bfloat16(v[2] + b.first, v[3] + b.second);
+      packed[2 * g] = pack_bfloat16(v[0], v[1]);
+      packed[2 * g + 1] = pack_bfloat16(v[2], v[3]);
     }
     store_matrices(staging + row * 128 + ((c ^ (row & 7)) << 4), packed[0], packed[1], packed[2], packed[3]);
   }
@@ -97,16 +101,16 @@ struct Warp {
 
 // slots[row_index[r], column ..] = rounded (sum + bias)
 template <int N>
-__device__ inline void rows_to_slots(const Sums<N>& sums, const Work& work, const bf16* bias, bf16* slots, std::int64_t hidden,
+__device__ inline void rows_to_slots(Sums<N>& sums, const Work& work, const bf16* bias, bf16* slots, std::int64_t hidden,
                                      const Warp& warp) {
   constexpr int slabs = N / 64;
   const int steps = (work.rows > 64 ? 2 : 1) * slabs, lane = warp.lane;
+  if (bias) add_bias<N, 0, N / 8>(sums, bias + work.column, hidden - work.column, lane);
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     with_constant<2 * slabs>(step, [&](auto constant) {
       constexpr int m = constant.value / slabs, slab = constant.value % slabs;
-      const std::int64_t column = work.column + slab * 64;
-      deposit_rounded<N, m, slab * 8, 4>(sums, warp.staging, 0, bias ? bias + column : nullptr, 0, hidden - column, lane);
+      deposit_rounded<N, m, slab * 8, 4>(sums, warp.staging, 0, lane);
     });
     __syncwarp();
     const int first_row = step / slabs * 64 + warp.index * 16, piece = lane % 8;
@@ -126,24 +130,26 @@ __device__ inline void rows_to_slots(const Sums<N>& sums, const Work& work, cons
 // The first N / 2 columns of the sums are gate columns, the others the up columns that belong to them; without a gate the
 // others are the next N / 2 columns.
 template <int N>
-__device__ inline void activate_rows(const PassData& data, const Sums<N>& sums, const Work& work, const Warp& warp) {
+__device__ inline void activate_rows(const PassData& data, Sums<N>& sums, const Work& work, const Warp& warp) {
   constexpr int slabs = N / 64;  // of 32 gate and 32 up columns
   const schedule::Sizes& sizes = data.pass.sizes;
   const ExpertGroup& tensors = data.groups[work.group];
   const bool gated = sizes.gate_up_factor == 2, forward = sizes.direction == schedule::Direction::forward;
   const std::int64_t width = tensors.width, pre_width = sizes.gate_up_factor * width;
-  const bf16* bias = tensors.gate_up_bias ? tensors.gate_up_bias + work.expert * pre_width : nullptr;
   const std::int64_t second = gated ? width : N / 2;  // from a gate column of z to its partner
   const bool weighted = work.group == 0 && !data.weight_after_down;
   const int steps = (work.rows > 64 ? 2 : 1) * slabs, lane = warp.lane;
+  if (tensors.gate_up_bias) {
+    const bf16* bias = tensors.gate_up_bias + work.expert * pre_width + work.column;
+    add_bias<N, 0, N / 16>(sums, bias, width - work.column, lane);
+    add_bias<N, N / 16, N / 16>(sums, bias + second, width - work.column - (gated ? 0 : N / 2), lane);
+  }
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     with_constant<2 * slabs>(step, [&](auto constant) {
       constexpr int m = constant.value / slabs, slab = constant.value % slabs;
-      const std::int64_t column = work.column + slab * 32;
-      deposit_rounded<N, m, slab * 4, 2>(sums, warp.staging, 0, bias ? bias + column : nullptr, 0, width - column, lane);
-      deposit_rounded<N, m, N / 16 + slab * 4, 2>(sums, warp.staging, 4, bias ? bias + column + second : nullptr, 0,
-                                                  width - column - (gated ? 0 : N / 2), lane);
+      deposit_rounded<N, m, slab * 4, 2>(sums, warp.staging, 0, lane);
+      deposit_rounded<N, m, N / 16 + slab * 4, 2>(sums, warp.staging, 4, lane);
     });
     __syncwarp();
     const int first_row = step / slabs * 64 + warp.index * 16, octet = lane % 4;

@@ -80,6 +80,7 @@ template <int N>
 __device__ inline void take_tiles(const Parameters& p, SharedMemory<N>& shared, int lane) {
   constexpr int slots = SharedMemory<N>::Shape::works;
   const PassData& data = p.data;
+  __builtin_assume(data.pass.sizes.ranks == 1);
   const std::int64_t tiles = schedule::tile_count(data.pass);
   RingPosition<slots> position(0);
   std::uint32_t step = 0;
@@ -120,8 +121,18 @@ __device__ inline void take_tiles(const Parameters& p, SharedMemory<N>& shared, 
       if (tile.stage == Stage::gate_up || tile.stage == Stage::down || tile.stage == Stage::down_dgrad ||
           tile.stage == Stage::gate_up_dgrad) {
         const std::int32_t* routes = data.pass.layout.row_route + work.row_begin;
-        for (int r = lane; r < work.rows; r += 32) {
-          work.row_index[r] = work.group > 0 ? static_cast<std::int32_t>(work.row_begin) + r : routes[r];
+        const unsigned divisor = work.group > 0 ? 1u : static_cast<unsigned>(data.pass.sizes.top_k);
+        const unsigned stride = static_cast<unsigned>((tile.stage == Stage::gate_up ? data.x_stride : data.dy_stride) / 8);
+#pragma unroll
+        for (int i = 0; i < rows_per_tile / 32; ++i) {
+          const int r = lane + 32 * i;
+          std::uint32_t offset = absent_row;
+          if (r < work.rows) {
+            const std::int32_t index = work.group > 0 ? static_cast<std::int32_t>(work.row_begin) + r : routes[r];
+            work.row_index[r] = index;
+            offset = static_cast<unsigned>(index) / divisor * stride;
+          }
+          work.row_offset[r] = offset;
         }
       }
     }
@@ -268,7 +279,6 @@ struct GatherRing {
 
 // Rows [k, k + 64) of the sum, `blocks` blocks of 64 columns from `column` on, as an mn_major operand. offset[i]: where row
 // 8 i + thread / 8 begins, in units of 8 elements; `absent` for rows past the end.
-inline constexpr std::uint32_t absent_row = ~0u;
 __device__ inline void gather_columns(std::uint32_t destination, const bfloat16* base, const std::uint32_t (&offset)[8],
                                       int blocks, std::int64_t column, std::int64_t columns, int thread) {
   const int chunk = thread % 8, row = thread / 8;
@@ -312,29 +322,25 @@ __device__ inline void gather_tiles(const Parameters& p, SharedMemory<N>& shared
     }
     if (stage == Stage::gate_up || stage == Stage::down_dgrad) {
       // A: rows of x or dY, 64 columns at a time. This thread copies column chunk `chunk` of rows row + 8 i.
-      const bfloat16* base = stage == Stage::gate_up ? data.x : data.dy;
-      const std::int64_t stride = (stage == Stage::gate_up ? data.x_stride : data.dy_stride) / 8;
-      std::uint32_t offset[16];
-#pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        const int r = row + 8 * i;
-        offset[i] = r < rows ? static_cast<std::uint32_t>(static_cast<unsigned>(work.row_index[r]) / divisor * stride + chunk)
-                             : absent_row;
-      }
-      leave_work();
-      const int copies = rows > 64 ? 16 : 8;  // a short tile multiplies 64 rows only
+      const bfloat16* base = (stage == Stage::gate_up ? data.x : data.dy) + chunk * 8;
+      const std::uint32_t place = row * 128 + ((chunk ^ row) << 4);
       for (int k = 0; k < k_steps; ++k) {
-        const std::uint32_t a = ring.begin() + row * 128 + ((chunk ^ row) << 4);
+        const std::uint32_t a = ring.begin() + place;
         const bool inside = k * depth + chunk * 8 < hidden;
         const bfloat16* source = base + k * depth;
+        auto copy_rows = [&](int first) {
 #pragma unroll
-        for (int i = 0; i < 16; ++i) {
-          if (i >= copies) break;
-          const bool valid = inside && offset[i] != absent_row;
-          copy_16_async(a + i * 1024, valid ? source + std::uint64_t(offset[i]) * 8 : base, valid);
-        }
+          for (int i = 0; i < 8; ++i) {
+            const std::uint32_t offset = work.row_offset[row + 8 * (first + i)];
+            const bool valid = inside && offset != absent_row;
+            copy_16_async(a + (first + i) * 1024, valid ? source + std::uint64_t(offset) * 8 : base, valid);
+          }
+        };
+        copy_rows(0);
+        if (rows > 64) copy_rows(8);  // a short tile multiplies 64 rows only
         ring.end();
       }
+      leave_work();
     } else {
       const bool of_x = stage == Stage::gate_up_wgrad;
       const bfloat16* base = of_x ? data.x : data.dy;

@@ -9,9 +9,20 @@ namespace moelith::executors::cuda::sm90 {
 template <int N>
 struct Sums {
   float value[2][N / 2];
+
+  // Done while the other warpgroup multiplies. Registers that still held an earlier tile's sums would make the compiler
+  // wait for every single product.
+  __device__ void clear() {
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) value[m][i] = 0.0f;
+      hold(value[m]);
+    }
+  }
 };
 
-// Multiplies `Blocks` blocks of 64 rows. One 16-deep product follows the other through k, whatever N and Blocks, so an
+// Adds to `Blocks` blocks of 64 rows. One 16-deep product follows the other through k, whatever N and Blocks, so an
 // element's sum does not depend on the tile it is in.
 template <int Blocks, int N, Major A, Major B>
 __device__ inline void multiply_blocks(SharedMemory<N>& shared, Sums<N>& sums, std::uint32_t first_step, int k_steps, int lane) {
@@ -27,7 +38,7 @@ __device__ inline void multiply_blocks(SharedMemory<N>& shared, Sums<N>& sums, s
     for (int kk = 0; kk < depth / 16; ++kk) {
 #pragma unroll
       for (int m = 0; m < Blocks; ++m) {
-        product<N, A, B>(sums.value[m], a + kk * k_step_units<A> + m * (8192 >> 4), b + kk * k_step_units<B>, (k | kk) != 0);
+        product<N, A, B>(sums.value[m], a + kk * k_step_units<A> + m * (8192 >> 4), b + kk * k_step_units<B>, true);
       }
     }
     product_commit();

@@ -39,6 +39,8 @@ struct Parameters {
   GroupMaps maps[1 + schedule::max_shared_experts];
 };
 
+inline constexpr std::uint32_t absent_row = ~0u;
+
 // A tile, decoded, as the warps of a block hand it on.
 struct Work {
   Stage stage;
@@ -53,7 +55,8 @@ struct Work {
   std::int32_t k_steps;        // stages of the ring that the tile uses,
   std::uint32_t first_step;    // from this one on, counted since the block began
   schedule::Tile tile;
-  std::int32_t row_index[rows_per_tile];  // route of each row, or token of a shared expert
+  std::int32_t row_index[rows_per_tile];    // route of each row, or token of a shared expert
+  std::uint32_t row_offset[rows_per_tile];  // where its row of x or dY begins, in 16 bytes; absent_row past the tile's end
 };
 
 template <int N>

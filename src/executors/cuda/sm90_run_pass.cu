@@ -17,6 +17,7 @@ using schedule::Direction;
 
 template <int N>
 __device__ inline void raise_signals(const Parameters& p, const Work& work) {
+  __builtin_assume(p.data.pass.sizes.ranks == 1);
   schedule::for_each_signal(p.data.pass, p.counter_map, work.tile, [&](const schedule::Signal& signal) {
     unsigned long long* base =
         signal.array == schedule::CounterArray::local ? p.data.counters.local : p.data.counters.arrivals;
@@ -28,10 +29,10 @@ template <Direction Pass, int N>
 __device__ inline void compute_tiles(const Parameters& p, SharedMemory<N>& shared, int group, int thread) {
   using Shape = BlockShape<N>;
   const PassData& data = p.data;
+  __builtin_assume(data.pass.sizes.ranks == 1);
   const std::int64_t hidden = data.pass.sizes.hidden_size;
   const int lane = thread % 32;
   const Warp warp{thread / 32, lane, shared_address(shared.staging[group * 4 + thread / 32])};
-  Sums<N> sums;
   if (group == 1) named_barrier_arrive(barrier_turn, 2 * consumer_threads);  // the first turn is warpgroup 0's
   RingPosition<Shape::works> position(group);
   while (true) {
@@ -43,6 +44,8 @@ __device__ inline void compute_tiles(const Parameters& p, SharedMemory<N>& share
     const int k_steps = work.k_steps, rows = work.rows;
     const ExpertGroup& tensors = data.groups[work.group];
 
+    Sums<N> sums;
+    sums.clear();
     named_barrier_sync(barrier_turn + group, 2 * consumer_threads);
     if constexpr (Pass == Direction::forward) {
       if (k_steps > 0) multiply<N, Major::k, Major::k>(shared, sums, rows, first_step, k_steps, lane);
