@@ -23,6 +23,15 @@ __device__ inline void store_16(bf16* destination, uint4 value) { *reinterpret_c
 // Written by other SMs in this launch: past the first-level cache.
 __device__ inline uint4 load_16_shared_by_sms(const bf16* source) { return __ldcg(reinterpret_cast<const uint4*>(source)); }
 
+// 8 bfloat16 values, as pairs.
+struct Words {
+  std::uint32_t word[4];
+  __device__ explicit Words(uint4 v) : word{v.x, v.y, v.z, v.w} {}
+  __device__ float low(int w) const { return low_bfloat16(word[w]); }
+  __device__ float high(int w) const { return high_bfloat16(word[w]); }
+  __device__ uint4 all() const { return {word[0], word[1], word[2], word[3]}; }
+};
+
 __device__ inline void unpack(uint4 v, float (&f)[8]) {
   const std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -157,32 +166,32 @@ __device__ inline void activate_rows(const PassData& data, Sums<N>& sums, const 
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
       const int r = lane / 4 + 8 * i, row = first_row + r;
-      const uint4 z0 = staged_piece(warp.staging, r, octet), z1 = staged_piece(warp.staging, r, 4 + octet);
+      Words first(staged_piece(warp.staging, r, octet)), other(staged_piece(warp.staging, r, 4 + octet));
       if (row >= work.rows || column >= width) continue;
       const bool has_second = gated || column + N / 2 < width;
       const std::int64_t at = work.row_begin + row;
       if (tensors.pre_activation) {
         bf16* z = tensors.pre_activation + at * pre_width + column;
-        store_16(z, z0);
-        if (has_second) store_16(z + second, z1);
+        store_16(z, first.all());
+        if (has_second) store_16(z + second, other.all());
       }
       if (!forward) continue;  // recomputing: the pre-activation alone
       const float factor = weighted ? data.topk_weights[work.row_index[row]] : 1.0f;
-      float first[8], other[8];
-      unpack(z0, first);
-      unpack(z1, other);
       numerics::with_activation_kind(data.activation.kind, [&]<ActivationKind Kind>() {
+        auto act = [&](float gate, float up) { return factor * numerics::activation<Kind>(data.activation, gate, up).value; };
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          first[j] = factor * numerics::activation<Kind>(data.activation, first[j], other[j]).value;
+        for (int w = 0; w < 4; ++w) {
           if constexpr (Kind == ActivationKind::relu_squared) {
-            other[j] = factor * numerics::activation<Kind>(data.activation, other[j], 0.0f).value;
+            first.word[w] = pack_bfloat16(act(first.low(w), 0.0f), act(first.high(w), 0.0f));
+            other.word[w] = pack_bfloat16(act(other.low(w), 0.0f), act(other.high(w), 0.0f));
+          } else {
+            first.word[w] = pack_bfloat16(act(first.low(w), other.low(w)), act(first.high(w), other.high(w)));
           }
         }
       });
       bf16* a = tensors.activated + at * width + column;
-      store_16(a, pack(first));
-      if (!gated && has_second) store_16(a + second, pack(other));
+      store_16(a, first.all());
+      if (!gated && has_second) store_16(a + second, other.all());
     }
     __syncwarp();
   }
@@ -209,28 +218,18 @@ __device__ inline void activation_gradient(const PassData& data, const Sums<N>& 
     __syncwarp();
     const int first_row = step / slabs * 64 + warp.index * 16, slab = step % slabs;
     const std::int64_t column = work.column + slab * 32 + octet * 8;
-    uint4 z_gate[2], z_up[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = first_row + lane / 4 + 8 * i;
-      z_gate[i] = z_up[i] = uint4{0, 0, 0, 0};
-      if (row < work.rows && column < width) {
-        const bf16* z = tensors.pre_activation + (work.row_begin + row) * pre_width + column;
-        z_gate[i] = load_16_shared_by_sms(z);
-        if (gated) z_up[i] = load_16_shared_by_sms(z + width);
-      }
-    }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int r = lane / 4 + 8 * i, row = first_row + r;
       const bool inside = row < work.rows && column < width;
-      float d[8], gate[8], up[8];
-      staged_floats(warp.staging, r, octet, d);
-      unpack(z_gate[i], gate);
-      unpack(z_up[i], up);
+      const std::int64_t at = work.row_begin + row;
+      uint4 loaded_gate{0, 0, 0, 0}, loaded_up{0, 0, 0, 0};
       float weight = 1.0f, dot = 0.0f;
       std::int64_t index = 0;
-      if (row < work.rows) {
+      if (inside) {
+        const bf16* z = tensors.pre_activation + at * pre_width + column;
+        loaded_gate = load_16_shared_by_sms(z);
+        if (gated) loaded_up = load_16_shared_by_sms(z + width);
         index = work.row_index[row];
         if (work.group == 0) {
           weight = data.topk_weights[index];
@@ -238,33 +237,40 @@ __device__ inline void activation_gradient(const PassData& data, const Sums<N>& 
           weight = data.shared_gates[index * sizes.shared_experts + work.group - 1];
         }
       }
-      float a[8];
+      Words gate(loaded_gate), up(loaded_up), a(uint4{0, 0, 0, 0});
+      float d[8];
+      staged_floats(warp.staging, r, octet, d);
       numerics::with_activation_kind(data.activation.kind, [&]<ActivationKind Kind>() {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          const auto act = numerics::activation<Kind>(data.activation, gate[j], up[j]);
-          const float rounded = low_bfloat16(pack_bfloat16(act.value, 0.0f));
-          dot += inside ? d[j] * rounded : 0.0f;
-          const float scaled = weight * d[j];
-          gate[j] = scaled * act.d_gate;
-          up[j] = scaled * act.d_up;
-          a[j] = weight * (after_down ? rounded : act.value);
+        for (int w = 0; w < 4; ++w) {
+          const auto low = numerics::activation<Kind>(data.activation, gate.low(w), up.low(w));
+          const auto high = numerics::activation<Kind>(data.activation, gate.high(w), up.high(w));
+          const std::uint32_t rounded = pack_bfloat16(low.value, high.value);
+          const float d_low = d[2 * w], d_high = d[2 * w + 1];
+          if (inside) {
+            dot += d_low * low_bfloat16(rounded);
+            dot += d_high * high_bfloat16(rounded);
+          }
+          gate.word[w] = pack_bfloat16(weight * d_low * low.d_gate, weight * d_high * high.d_gate);
+          up.word[w] = pack_bfloat16(weight * d_low * low.d_up, weight * d_high * high.d_up);
+          a.word[w] = after_down ? pack_bfloat16(weight * low_bfloat16(rounded), weight * high_bfloat16(rounded))
+                                 : pack_bfloat16(weight * low.value, weight * high.value);
         }
       });
       if (inside) {
-        const std::int64_t at = work.row_begin + row;
         if (tensors.d_pre_activation) {
           bf16* dz = tensors.d_pre_activation + at * pre_width + column;
-          store_16(dz, pack(gate));
-          if (gated) store_16(dz + width, pack(up));
+          store_16(dz, gate.all());
+          if (gated) store_16(dz + width, up.all());
         }
-        if (tensors.activated) store_16(tensors.activated + at * width + column, pack(a));
+        if (tensors.activated) store_16(tensors.activated + at * width + column, a.all());
       }
       dot += __shfl_xor_sync(~0u, dot, 1);
       dot += __shfl_xor_sync(~0u, dot, 2);
       if (slab % 2 == 0) {
         dots[i] = dot;
       } else if (octet == 0 && row < work.rows && column - 32 < width) {
+        index = work.row_index[row];
         tensors.dprob[index * tensors.dprob_groups + (column - 32) / 64] = dots[i] + dot;
       }
     }

@@ -233,8 +233,6 @@ __device__ inline void load_tiles(const Parameters& p, SharedMemory<N>& shared) 
             tma_load(b + i * mn_block_bytes, &maps.activated, full, column + 64 * i, row_begin + k * depth);
           }
       }
-      // Without gathered rows this thread arrives in the gathering warps' place.
-      if (!is_gathered(stage)) barrier_arrive(full, gather_warps);
     }
   }
 }
@@ -318,6 +316,14 @@ __device__ inline void gather_tiles(const Parameters& p, SharedMemory<N>& shared
     if (last || !is_gathered(stage)) {
       leave_work();
       if (last) return;
+      // Takes part in every stage all the same: a parity tells a phase from its neighbours only.
+      for (int k = 0; k < k_steps; ++k) {
+        ring.begin();
+        __syncwarp();
+        ++ring.waiting;
+        ring.announce_one();
+        ring.issue.next();
+      }
       continue;
     }
     if (stage == Stage::gate_up || stage == Stage::down_dgrad) {

@@ -1,211 +1,25 @@
-// The persistent kernel of a pass, and its launch.
+// Chooses the instantiation of the persistent kernel.
 #include <cuda_runtime.h>
 
-#include <cstddef>
 #include <string>
 
-#include "executors/cuda/sm90_epilogue.cuh"
-#include "executors/cuda/sm90_load.cuh"
-#include "executors/cuda/sm90_rows.cuh"
+#include "executors/cuda/pass_data.hpp"
 #include "moelith/tensor.hpp"
 
 namespace moelith::executors::cuda {
 namespace sm90 {
-namespace {
 
-using schedule::Direction;
+template <schedule::Direction Pass, int N>
+void launch(const PassData& data, int blocks, cudaStream_t stream);  // sm90_kernel.cuh
 
-template <int N>
-__device__ inline void raise_signals(const Parameters& p, const Work& work) {
-  __builtin_assume(p.data.pass.sizes.ranks == 1);
-  schedule::for_each_signal(p.data.pass, p.counter_map, work.tile, [&](const schedule::Signal& signal) {
-    unsigned long long* base =
-        signal.array == schedule::CounterArray::local ? p.data.counters.local : p.data.counters.arrivals;
-    add_release(base + signal.index, 1);
-  });
-}
-
-template <Direction Pass, int N>
-__device__ inline void compute_tiles(const Parameters& p, SharedMemory<N>& shared, int group, int thread) {
-  using Shape = BlockShape<N>;
-  const PassData& data = p.data;
-  __builtin_assume(data.pass.sizes.ranks == 1);
-  const std::int64_t hidden = data.pass.sizes.hidden_size;
-  const int lane = thread % 32;
-  const Warp warp{thread / 32, lane, shared_address(shared.staging[group * 4 + thread / 32])};
-  if (group == 1) named_barrier_arrive(barrier_turn, 2 * consumer_threads);  // the first turn is warpgroup 0's
-  RingPosition<Shape::works> position(group);
-  while (true) {
-    barrier_wait(shared_address(&shared.work_full[position.slot]), position.parity);
-    const Work& work = shared.work[position.slot];
-    if (work.last) break;
-    const Stage stage = work.stage;
-    const std::uint32_t first_step = work.first_step;
-    const int k_steps = work.k_steps, rows = work.rows;
-    const ExpertGroup& tensors = data.groups[work.group];
-
-    Sums<N> sums;
-    sums.clear();
-    named_barrier_sync(barrier_turn + group, 2 * consumer_threads);
-    if constexpr (Pass == Direction::forward) {
-      if (k_steps > 0) multiply<N, Major::k, Major::k>(shared, sums, rows, first_step, k_steps, lane);
-    } else {
-      if (stage == Stage::down_dgrad || stage == Stage::gate_up_dgrad) {
-        multiply<N, Major::k, Major::mn>(shared, sums, rows, first_step, k_steps, lane);
-      } else if (stage == Stage::gate_up) {
-        multiply<N, Major::k, Major::k>(shared, sums, rows, first_step, k_steps, lane);
-      } else if (k_steps > 0) {
-        multiply<N, Major::mn, Major::mn>(shared, sums, rows, first_step, k_steps, lane);
-      }
-    }
-    named_barrier_arrive(barrier_turn + 1 - group, 2 * consumer_threads);
-
-    if (stage == Stage::combine) {
-      combine(data, work, data.pass.sizes.tile.columns, thread);
-    } else if (stage == Stage::gate_up) {
-      activate_rows<N>(data, sums, work, warp);
-    } else if (stage == (Pass == Direction::forward ? Stage::down : Stage::gate_up_dgrad)) {
-      const bf16* bias =
-          Pass == Direction::forward && tensors.down_bias ? tensors.down_bias + work.expert * hidden : nullptr;
-      rows_to_slots<N>(sums, work, bias, tensors.slots, hidden, warp);
-    } else if constexpr (Pass == Direction::backward) {
-      const std::int64_t pre_width = data.pass.sizes.gate_up_factor * tensors.width;
-      switch (stage) {
-        case Stage::down_dgrad: activation_gradient<N>(data, sums, work, warp); break;
-        case Stage::gate_up_bias_grad: gate_up_bias_gradient(data, work, thread); break;
-        case Stage::down_bias_grad: down_bias_gradient(data, work, thread); break;
-        default: {
-          const bool of_gate_up = stage == Stage::gate_up_wgrad;
-          store_weight_gradient<N>(sums, work, of_gate_up ? tensors.gate_up_grad : tensors.down_grad,
-                                   of_gate_up ? pre_width : hidden, of_gate_up ? hidden : tensors.width, warp);
-        }
-      }
-    }
-    // The copy engine of other SMs reads some of what was just written.
-    fence_async_all();
-    named_barrier_sync(barrier_own + group, consumer_threads);
-    if (thread == 0) {
-      __threadfence();
-      raise_signals<N>(p, work);
-      barrier_arrive(shared_address(&shared.work_empty[position.slot]));
-    }
-    position.next();
-    position.next();
-  }
-  named_barrier_arrive(barrier_end, 2 * consumer_threads + 32);
-}
-
-template <Direction Pass, int N>
-__global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ Parameters p) {
-  using Shape = BlockShape<N>;
-  extern __shared__ std::uint8_t raw[];
-  const std::uint32_t misalignment = (1024 - (shared_address(raw) & 1023)) & 1023;
-  SharedMemory<N>& shared = *reinterpret_cast<SharedMemory<N>*>(raw + misalignment);
-  const int thread = threadIdx.x;
-  if (thread == 0) {
-    for (int s = 0; s < Shape::stages; ++s) {
-      barrier_init(shared_address(&shared.full[s]), full_arrivals);
-      barrier_init(shared_address(&shared.empty[s]), empty_arrivals);
-    }
-    for (int w = 0; w < Shape::works; ++w) {
-      barrier_init(shared_address(&shared.work_full[w]), 1);
-      barrier_init(shared_address(&shared.work_empty[w]), work_empty_arrivals);
-    }
-    fence_barrier_init();
-  }
-  __syncthreads();
-  if (thread < 128) {
-    registers_shrink<fetch_registers>();
-    const int warp = thread / 32;
-    if (warp == 0) {
-      take_tiles<N>(p, shared, thread);
-    } else if (warp == 1) {
-      if (thread == 32) load_tiles<N>(p, shared);
-    } else {
-      gather_tiles<N>(p, shared, thread - 64);
-    }
-  } else {
-    registers_grow<compute_registers>();
-    compute_tiles<Pass, N>(p, shared, thread / 128 - 1, thread % 128);
-  }
-}
-
-void check(cudaError_t status, const char* what) {
-  if (status != cudaSuccess) throw Error(Status::device_error, std::string(what) + ": " + cudaGetErrorString(status));
-}
-
-using EncodeTensorMap = decltype(&cuTensorMapEncodeTiled);
-EncodeTensorMap encode_function() {
-  static const EncodeTensorMap function = [] {
-    void* pointer = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &pointer, 12000, cudaEnableDefault, &found),
-          "cuTensorMapEncodeTiled");
-    if (found != cudaDriverEntryPointSuccess) throw Error(Status::unsupported, "the driver lacks cuTensorMapEncodeTiled");
-    return reinterpret_cast<EncodeTensorMap>(pointer);
-  }();
-  return function;
-}
-
-// A contiguous [outer, rows, columns] (outer > 0) or [rows, columns] (outer == 0) tensor in boxes of 64 columns by `box_rows`.
-// Tensors without elements get no map: no tile reads them.
-void encode(CUtensorMap& map, const bfloat16* data, std::int64_t outer, std::int64_t rows, std::int64_t columns, int box_rows) {
-  if (!data || rows == 0 || columns == 0) return;
-  const cuuint64_t size[3] = {cuuint64_t(columns), cuuint64_t(rows), cuuint64_t(outer)};
-  const cuuint64_t stride[2] = {cuuint64_t(columns) * 2, cuuint64_t(columns) * cuuint64_t(rows) * 2};
-  const cuuint32_t box[3] = {64, cuuint32_t(box_rows), 1}, step[3] = {1, 1, 1};
-  const CUresult status =
-      encode_function()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, outer > 0 ? 3 : 2, const_cast<bfloat16*>(data), size, stride, box,
-                        step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (status != CUDA_SUCCESS) {
-    throw Error(Status::device_error, "tensor map of [" + std::to_string(outer) + ", " + std::to_string(rows) + ", " +
-                                          std::to_string(columns) + "]: error " + std::to_string(status));
-  }
-}
-
-template <Direction Pass, int N>
-void launch(const PassData& data, int blocks, cudaStream_t stream) {
-  const schedule::Sizes& sizes = data.pass.sizes;
-  Parameters p{};
-  p.data = data;
-  p.counter_map = schedule::CounterMap::of(sizes);
-  constexpr bool forward = Pass == Direction::forward;
-  for (int g = 0; g <= sizes.shared_experts; ++g) {
-    const ExpertGroup& group = data.groups[g];
-    GroupMaps& maps = p.maps[g];
-    const std::int64_t rows = g == 0 ? data.total_rows : sizes.tokens, pre_width = sizes.gate_up_factor * group.width;
-    if (group.experts == 0) continue;
-    encode(maps.gate_up_proj, group.gate_up_proj, group.experts, pre_width, sizes.hidden_size, forward ? N / 2 : 64);
-    encode(maps.down_proj, group.down_proj, group.experts, sizes.hidden_size, group.width, forward ? N : 64);
-    encode(maps.activated, group.activated, 0, rows, group.width, 64);
-    if (!forward) {
-      encode(maps.d_pre_activation, group.d_pre_activation, 0, rows, pre_width, 64);
-      if (sizes.recompute) encode(maps.gate_up_again, group.gate_up_proj, group.experts, pre_width, sizes.hidden_size, N / 2);
-    }
-  }
-  static const int multiprocessors = [] {
-    int device = 0, count = 0;
-    check(cudaGetDevice(&device), "cudaGetDevice");
-    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "multiprocessor count");
-    check(cudaFuncSetAttribute(run_pass<Pass, N>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes<N>),
-          "shared memory of the pass");
-    return count;
-  }();
-  if (blocks <= 0 || blocks > multiprocessors) blocks = multiprocessors;
-  run_pass<Pass, N><<<blocks, threads, shared_bytes<N>, stream>>>(p);
-  check(cudaGetLastError(), forward ? "launch of forward" : "launch of backward");
-}
-
-}  // namespace
 }  // namespace sm90
 
 schedule::TileShape sm90_tile_shape(int columns, int gate_up_factor) {
   schedule::TileShape shape;
-  shape.row_block = sm90::rows_per_tile;
+  shape.row_block = 128;
   shape.columns = columns;
   shape.gate_up = gate_up_factor == 2 ? columns / 2 : columns;
-  shape.wgrad_rows = sm90::rows_per_tile;
+  shape.wgrad_rows = 128;
   shape.wgrad_columns = columns;
   shape.token_block = 32;
   return shape;
