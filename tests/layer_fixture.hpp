@@ -206,7 +206,7 @@ inline Results run(const Problem& p, const RunOptions& options) {
     plan_options.workers = options.workers;
     plan_options.recompute = options.recompute;
     plan_options.group = groups[rank];
-    plan_options.group.set_timeout(std::chrono::seconds(120));
+    plan_options.group.set_timeout(std::chrono::seconds(30));
     plan_options.expert_rank = options.expert_rank;
     plan_options.tile_columns = options.tile_columns;
     plan_options.shuffle_seed = options.shuffle_seed == 0 ? 0 : options.shuffle_seed + static_cast<std::uint64_t>(rank);
@@ -249,7 +249,9 @@ inline Results run(const Problem& p, const RunOptions& options) {
       in.topk_weights = rows(p.inputs.topk_weights, accumulator, k);
     }
     if (!p.inputs.selection_bias.empty()) in.selection_bias = whole(p.inputs.selection_bias, accumulator, {e});
-    if (!p.inputs.shared_gate_logits.empty()) in.shared_gate_logits = rows(p.inputs.shared_gate_logits, accumulator, shared_count);
+    bool gated = false;
+    for (const auto& shared : c.shared_experts) gated |= shared.gated;
+    if (gated) in.shared_gate_logits = rows(p.inputs.shared_gate_logits, accumulator, shared_count);
     if (!p.inputs.ranks.empty()) {
       const auto& batch = p.inputs.ranks[rank];
       if (batch.valid_tokens >= 0) in.num_valid_tokens = whole({double(batch.valid_tokens)}, DataType::int32, {1});
@@ -398,11 +400,17 @@ inline void expect_identical(const Results& a, const Results& b, const std::stri
   }
 }
 
-inline double tolerance(DataType type) {
+// Largest error over a tensor, of a row of y or dx, of a row of a weight gradient (which may be one token's small
+// derivative; a row that is wrong is off by about 1), and of a row of a routing gradient (a few numbers, each of which
+// may have cancelled to a hundredth of the terms that bfloat16 rounded).
+struct Tolerance {
+  double tensor, token_row, weight_row, routing_row;
+};
+inline Tolerance tolerance(DataType type) {
   switch (type) {
-    case DataType::bfloat16: return 1e-2;
-    case DataType::float32: return 2e-5;
-    default: return 1e-12;
+    case DataType::bfloat16: return {1e-2, 1e-2, 0.5, 2.0};
+    case DataType::float32: return {1e-5, 1e-5, 2e-4, 2e-4};
+    default: return {1e-13, 1e-13, 2e-11, 2e-11};
   }
 }
 
@@ -414,15 +422,18 @@ inline void expect_right(const Problem& p, const Results& results, const RunOpti
     for (std::int64_t tokens : options.tokens_of_rank) inputs.ranks.push_back({tokens, -1, 1});
   }
   const auto expected = reference::forward(c, p.weights, inputs, 1);
-  const double limit = tolerance(c.dtype);
+  const Tolerance limit = tolerance(c.dtype);
   auto near = [&](const std::string& name, const std::vector<double>& reference, std::int64_t columns) {
     const auto found = results.find(name);
     if (found == results.end()) return;
     ASSERT_EQ(found->second.size(), reference.size()) << what << ": " << name;
     if (reference.empty()) return;
     const auto error = reference::compare(found->second, reference, columns);
-    EXPECT_TRUE(error.within(limit)) << what << ": " << name << ": error " << error.rel_fro << ", worst row "
-                                     << error.worst_row_index << " " << error.worst_row << ", allowed " << limit;
+    const bool of_weights = name.find("_proj") != std::string::npos || name.find("_bias") != std::string::npos;
+    const double row_limit = name == "y" || name == "dx" ? limit.token_row : of_weights ? limit.weight_row : limit.routing_row;
+    EXPECT_TRUE(error.rel_fro <= limit.tensor && error.worst_row <= row_limit) << what << ": " << name << ": error " << error.rel_fro << ", worst row "
+                                     << error.worst_row_index << " " << error.worst_row << ", allowed " << limit.tensor
+                                     << " and " << row_limit;
   };
   const auto h = c.hidden_size, k = std::int64_t(c.top_k);
   std::vector<double> ids(expected.topk_ids.begin(), expected.topk_ids.end());
@@ -465,7 +476,8 @@ inline LayerConfig random_config(Random& random, DataType dtype) {
   c.dtype = dtype;
   c.activation.kind = pick(ActivationKind::swiglu, ActivationKind::swiglu_clamped, ActivationKind::geglu_erf,
                            ActivationKind::geglu_tanh, ActivationKind::relu_squared);
-  c.activation.limit = 1.5;  // reached often
+  // Reached often; but a pre-activation that bfloat16 rounds across the limit has another derivative altogether.
+  c.activation.limit = dtype == DataType::bfloat16 ? 7.0 : 1.5;
   c.gate_up_bias = random() % 2;
   c.down_bias = random() % 2;
   c.weight_placement = pick(WeightPlacement::after_down, WeightPlacement::before_down);
@@ -480,6 +492,7 @@ inline LayerConfig random_config(Random& random, DataType dtype) {
   if (c.num_experts % 4 == 0 && c.top_k <= c.num_experts / 2) {
     r.num_groups = 4;
     r.top_groups = 2;
+    r.group_score_size = c.num_experts > 4 ? pick(1, 2) : 1;
   }
   r.aux_loss = pick(AuxLossKind::none, AuxLossKind::batch, AuxLossKind::sequence, AuxLossKind::global);
   r.aux_loss_coefficient = 0.1;

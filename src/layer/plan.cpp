@@ -75,7 +75,7 @@ layer::Geometry Plan::Impl::geometry(std::int64_t tokens, const schedule::TileSh
   g.recompute = options.recompute;
   g.tokens = tokens;
   g.global_tokens = tokens;
-  std::int64_t most = tokens;
+  std::int64_t most = 0;  // not of this call: the ranks' flags are laid out alike
   for (int r = 0; r < g.ranks; ++r) {
     if (r != options.group.rank()) g.global_tokens += max_tokens_of_rank[r];
     most = std::max(most, max_tokens_of_rank[r]);

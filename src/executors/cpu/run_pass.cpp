@@ -56,8 +56,10 @@ class Run {
     guarded([&] {
       while (!stopped()) {
         const std::int64_t index = next_.fetch_add(1, std::memory_order_relaxed);
-        if (index >= prologue_ && layout_is_late_ && !await(layout_wait(), Tile{schedule::Stage::layout, 0, 0, 0})) return;
-        if (index >= schedule::tile_count(pass_)) return;
+        if (index >= prologue_) {  // only the layout tells how many tiles follow
+          if (layout_is_late_ && !await(layout_wait(), Tile{schedule::Stage::layout, 0, 0, 0})) return;
+          if (index >= schedule::tile_count(pass_)) return;
+        }
         const Tile tile = schedule::tile_at(pass_, index);
         if (!schedule::for_each_wait(pass_, map_, tile, [&](const Wait& w) { return await(w, tile); })) return;
         finish(tile, worker);
