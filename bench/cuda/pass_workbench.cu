@@ -349,8 +349,6 @@ class Bench {
     check(cudaMemcpy(host.data(), counters_, host.size() * 8, cudaMemcpyDeviceToHost), "counters");
     return std::all_of(host.begin(), host.end(), [](auto c) { return c == 0; });
   }
-  const schedule::Sizes& sizes() const { return sizes_; }
-  std::int64_t rows() const { return rows_; }
   Memory& memory() { return memory_; }
 
  private:
@@ -484,6 +482,38 @@ int check_all(bool forward_only) {
   return wrong;
 }
 
+// Mean cycles of each part of a tile, by stage, and how the SMs' time divides.
+void print_trace(Bench& bench, PassData data, const char* name) {
+  constexpr int room = 4096, blocks = 132;
+  auto* events = bench.memory().get<TileEvent>(std::size_t(blocks) * 2 * room);
+  check(cudaMemset(events, 0xff, sizeof(TileEvent) * blocks * 2 * room), "trace");
+  data.trace = events, data.trace_room = room;
+  sm90_run_pass(data, 0, nullptr);
+  check(cudaDeviceSynchronize(), "traced pass");
+  std::vector<TileEvent> host(std::size_t(blocks) * 2 * room);
+  check(cudaMemcpy(host.data(), events, host.size() * sizeof(TileEvent), cudaMemcpyDeviceToHost), "trace");
+  struct Sum {
+    double n = 0, wait = 0, turn = 0, multiply = 0, write = 0;
+    std::uint64_t first = ~0ull, last = 0;
+  } sums[schedule::stage_count];
+  std::uint64_t begin = ~0ull;
+  for (const auto& e : host) {
+    if (e.stage < 0) continue;
+    Sum& s = sums[e.stage];
+    s.n += 1, s.wait += e.wait_cycles, s.turn += e.turn_cycles, s.multiply += e.multiply_cycles, s.write += e.write_cycles;
+    s.first = std::min(s.first, e.begin_ns), s.last = std::max(s.last, e.begin_ns);
+    begin = std::min(begin, e.begin_ns);
+  }
+  for (int i = 0; i < schedule::stage_count; ++i) {
+    const Sum& s = sums[i];
+    if (s.n > 0) {
+      std::printf("  %-8s %-14s %7.0f tiles: wait %6.0f turn %6.0f multiply %6.0f write %6.0f cycles; from %5.0f to %5.0f us\n", name,
+                  schedule::to_string(static_cast<schedule::Stage>(i)), s.n, s.wait / s.n, s.turn / s.n, s.multiply / s.n, s.write / s.n,
+                  (s.first - begin) * 1e-3, (s.last - begin) * 1e-3);
+    }
+  }
+}
+
 void time_all(bool forward_only, bool quick) {
   std::vector<Case> cases = {
       {"Qwen3-30B", 2048, 768, 128, 8, 16384},
@@ -510,6 +540,8 @@ void time_all(bool forward_only, bool quick) {
       std::printf("%-12s %4d %9.3f %9.3f %8.0f %8.0f %8.0f %8.3f %9.3f\n", c.name.c_str(), columns, forward, forward + backward, rate,
                   flops / forward, forward_only ? 0.0 : 3 * flops / (forward + backward), flops / forward / rate,
                   forward_only ? 0.0 : 3 * flops / (forward + backward) / rate);
+      print_trace(bench, run.forward, "forward");
+      if (!forward_only) print_trace(bench, run.backward, "backward");
       std::fflush(stdout);
     }
   }

@@ -22,34 +22,36 @@ namespace moelith::schedule {
 // Stages over the same row blocks, one a group of blocks behind the other: segment s runs stage i on group s - i. So a
 // stage finds its input finished, or nearly, and still in cache.
 struct Pipeline {
-  std::int64_t blocks = 0;       // row blocks
-  std::int64_t group = 1;        // blocks of a group
-  std::int32_t stages = 0;
-  Stage stage[3] = {};
-  std::int64_t columns[3] = {};  // column tiles per block
+  static constexpr int max_stages = 3;  // loops run over all: a stage that is not there has no columns
+  std::int64_t blocks = 0;               // row blocks
+  std::int64_t group = 1;                // blocks of a group
+  Stage stage[max_stages] = {};
+  std::int64_t columns[max_stages] = {}; // column tiles per block
 
-  MOELITH_HD std::int64_t size() const {
-    std::int64_t per_block = 0;
-    for (int i = 0; i < stages; ++i) per_block += columns[i];
-    return per_block * blocks;
+  MOELITH_HD std::int64_t per_block() const {
+    std::int64_t sum = 0;
+    for (int i = 0; i < max_stages; ++i) sum += columns[i];
+    return sum;
   }
+  MOELITH_HD std::int64_t size() const { return per_block() * blocks; }
   // Tiles before segment s.
   MOELITH_HD std::int64_t segment_begin(std::int64_t s) const {
     std::int64_t tiles = 0;
-    for (int i = 0; i < stages; ++i) tiles += columns[i] * min_of(max_of(s - i, 0) * group, blocks);
+    for (int i = 0; i < max_stages; ++i) tiles += columns[i] * min_of(max_of(s - i, 0) * group, blocks);
     return tiles;
   }
   // Within a group: column by column, so that the blocks of one expert read the same weights together.
   MOELITH_HD void decode(std::int64_t index, Stage& out_stage, std::int64_t& block, std::int32_t& column) const {
-    std::int64_t low = 0, high = ceil_div(blocks, group) + stages;  // the segment is in [low, high)
-    while (high - low > 1) {
-      const std::int64_t middle = (low + high) >> 1;
-      if (segment_begin(middle) <= index) low = middle; else high = middle;
-    }
-    index -= segment_begin(low);
-    for (int i = 0; i < stages; ++i) {
-      const std::int64_t first = (low - i) * group;
-      const std::int64_t count = low < i ? 0 : min_of(group, max_of(blocks - first, 0));
+    // The segment, if all of them were as long as those in the middle; then a few steps to the right one.
+    std::int64_t lead = 0;
+    for (int i = 0; i < max_stages; ++i) lead += columns[i] * i * group;
+    std::int64_t segment = quotient(index + lead, per_block() * group);
+    while (segment_begin(segment) > index) --segment;
+    while (segment_begin(segment + 1) <= index) ++segment;
+    index -= segment_begin(segment);
+    for (int i = 0; i < max_stages; ++i) {
+      const std::int64_t first = (segment - i) * group;
+      const std::int64_t count = segment < i ? 0 : min_of(group, max_of(blocks - first, 0));
       if (index < count * columns[i]) {
         out_stage = stage[i];
         block = first + remainder_of(index, count);
@@ -67,18 +69,13 @@ MOELITH_HD inline Pipeline pipeline_of(const Pass& pass, std::int32_t slot) {
   Pipeline p;
   p.blocks = sizes.is_shared(slot) ? ceil_div(*pass.layout.valid_tokens, sizes.tile.row_block) : pass.routed_blocks();
   p.group = sizes.tile.group_blocks;
-  auto add = [&p](Stage stage, std::int64_t columns) {
-    p.stage[p.stages] = stage;
-    p.columns[p.stages++] = columns;
-  };
-  if (sizes.direction == Direction::forward) {
-    add(Stage::gate_up, sizes.gate_up_tiles(slot));
-    add(Stage::down, sizes.hidden_tiles());
-  } else {
-    if (sizes.recompute) add(Stage::gate_up, sizes.gate_up_tiles(slot));
-    add(Stage::down_dgrad, sizes.intermediate_tiles(slot));
-    if (sizes.want_dx) add(Stage::gate_up_dgrad, sizes.hidden_tiles());
-  }
+  const bool forward = sizes.direction == Direction::forward;
+  p.stage[0] = Stage::gate_up;
+  p.columns[0] = forward || sizes.recompute ? sizes.gate_up_tiles(slot) : 0;
+  p.stage[1] = forward ? Stage::down : Stage::down_dgrad;
+  p.columns[1] = forward ? sizes.hidden_tiles() : sizes.intermediate_tiles(slot);
+  p.stage[2] = Stage::gate_up_dgrad;
+  p.columns[2] = !forward && sizes.want_dx ? sizes.hidden_tiles() : 0;
   return p;
 }
 

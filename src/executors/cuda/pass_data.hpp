@@ -52,11 +52,22 @@ struct PassError {
   std::int32_t stage = -1, expert = 0, row_block = 0, reserved = 0;
 };
 
+// What one computing warpgroup did with one tile.
+struct TileEvent {
+  std::uint64_t begin_ns;      // when it began to look for the tile
+  std::uint32_t wait_cycles;   // until the tile was there,
+  std::uint32_t turn_cycles;   // then until it could multiply,
+  std::uint32_t multiply_cycles, write_cycles;
+  std::int32_t stage, expert, row_block, column_block;
+};
+
 struct PassData {
   schedule::Pass pass;                      // ranks == 1
   PassCounters counters;
   PassError* error = nullptr;               // host-visible, or null
   unsigned long long wait_limit_ns = 10'000'000'000ull;
+  TileEvent* trace = nullptr;               // [blocks, 2, trace_room], zeroed by the caller; null: no timeline
+  std::int32_t trace_room = 0;
   numerics::Activation activation;
   bool weight_after_down = true;            // of the routed experts
   std::int64_t total_rows = 0;              // rows that the routed groups' tensors have room for (T k)

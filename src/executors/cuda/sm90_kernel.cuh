@@ -40,7 +40,10 @@ __device__ inline void compute_tiles(const Parameters& p, SharedMemory<N>& share
   const Warp warp{thread / 32, lane, shared_address(shared.staging[group * 4 + thread / 32])};
   if (group == 1) named_barrier_arrive(barrier_turn, 2 * consumer_threads);  // the first turn is warpgroup 0's
   RingPosition<Shape::works> position(group);
+  std::int32_t event = 0;
   while (true) {
+    const std::uint32_t looked = cycles();
+    const unsigned long long looked_ns = data.trace ? global_time() : 0;
     barrier_wait(shared_address(&shared.work_full[position.slot]), position.parity);
     const Work& work = shared.work[position.slot];
     if (work.last) break;
@@ -49,9 +52,11 @@ __device__ inline void compute_tiles(const Parameters& p, SharedMemory<N>& share
     const int k_steps = work.k_steps, rows = work.rows;
     const ExpertGroup& tensors = data.groups[work.group];
 
+    const std::uint32_t found = cycles();
     Sums<N> sums;
     sums.clear();
     named_barrier_sync(barrier_turn + group, 2 * consumer_threads);
+    const std::uint32_t began = cycles();
     if constexpr (Pass == Direction::forward) {
       if (k_steps > 0) multiply<N, Major::k, Major::k>(shared, sums, rows, first_step, k_steps, lane);
     } else {
@@ -64,6 +69,7 @@ __device__ inline void compute_tiles(const Parameters& p, SharedMemory<N>& share
       }
     }
     named_barrier_arrive(barrier_turn + 1 - group, 2 * consumer_threads);
+    const std::uint32_t multiplied = cycles();
 
     if (stage == Stage::combine) {
       combine(data, work, data.pass.sizes.tile.columns, thread);
@@ -90,6 +96,12 @@ __device__ inline void compute_tiles(const Parameters& p, SharedMemory<N>& share
     fence_async_all();
     named_barrier_sync(barrier_own + group, consumer_threads);
     if (thread == 0) {
+      if (data.trace && event < data.trace_room) {
+        data.trace[(blockIdx.x * 2 + group) * std::int64_t(data.trace_room) + event++] =
+            TileEvent{looked_ns, found - looked, began - found, multiplied - began, cycles() - multiplied,
+                      static_cast<std::int32_t>(stage), work.tile.expert, static_cast<std::int32_t>(work.tile.row_block),
+                      work.tile.column_block};
+      }
       __threadfence();
       raise_signals<N>(p, work);
       barrier_arrive(shared_address(&shared.work_empty[position.slot]));

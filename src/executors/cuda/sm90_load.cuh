@@ -94,8 +94,21 @@ __device__ inline void take_tiles(const Parameters& p, SharedMemory<N>& shared, 
     bool last = ends > 0 || index >= tiles;
     if (!last) taken = take();  // in flight while this tile is prepared
     schedule::Tile tile{};
+    bool has_rows = false;
+    std::int32_t row_index[rows_per_tile / 32];
     if (!last) {
       tile = schedule::tile_at(data.pass, index);
+      has_rows = tile.stage == Stage::gate_up || tile.stage == Stage::down || tile.stage == Stage::down_dgrad ||
+                 tile.stage == Stage::gate_up_dgrad;
+      if (has_rows) {
+        const schedule::RowRange rows = schedule::tile_rows(data.pass, tile);
+        const bool shared_expert = data.pass.sizes.is_shared(tile.expert);
+#pragma unroll
+        for (int i = 0; i < rows_per_tile / 32; ++i) {
+          const std::int64_t row = rows.begin + lane + 32 * i;
+          if (row < rows.end) row_index[i] = shared_expert ? static_cast<std::int32_t>(row) : data.pass.layout.row_route[row];
+        }
+      }
       const bool ready = schedule::for_each_wait(data.pass, p.counter_map, tile,
                                                  [&](const schedule::Wait& wait) { return await(data, wait, lane); });
       if (!ready) {
@@ -118,21 +131,15 @@ __device__ inline void take_tiles(const Parameters& p, SharedMemory<N>& shared, 
       }
       __syncwarp();
       step += work.k_steps;
-      if (tile.stage == Stage::gate_up || tile.stage == Stage::down || tile.stage == Stage::down_dgrad ||
-          tile.stage == Stage::gate_up_dgrad) {
-        const std::int32_t* routes = data.pass.layout.row_route + work.row_begin;
+      if (has_rows) {
         const unsigned divisor = work.group > 0 ? 1u : static_cast<unsigned>(data.pass.sizes.top_k);
         const unsigned stride = static_cast<unsigned>((tile.stage == Stage::gate_up ? data.x_stride : data.dy_stride) / 8);
 #pragma unroll
         for (int i = 0; i < rows_per_tile / 32; ++i) {
           const int r = lane + 32 * i;
-          std::uint32_t offset = absent_row;
-          if (r < work.rows) {
-            const std::int32_t index = work.group > 0 ? static_cast<std::int32_t>(work.row_begin) + r : routes[r];
-            work.row_index[r] = index;
-            offset = static_cast<unsigned>(index) / divisor * stride;
-          }
-          work.row_offset[r] = offset;
+          const bool there = r < work.rows;
+          if (there) work.row_index[r] = row_index[i];
+          work.row_offset[r] = there ? static_cast<unsigned>(row_index[i]) / divisor * stride : absent_row;
         }
       }
     }
@@ -275,20 +282,25 @@ struct GatherRing {
   }
 };
 
-// Rows [k, k + 64) of the sum, `blocks` blocks of 64 columns from `column` on, as an mn_major operand. offset[i]: where row
-// 8 i + thread / 8 begins, in units of 8 elements; `absent` for rows past the end.
-__device__ inline void gather_columns(std::uint32_t destination, const bfloat16* base, const std::uint32_t (&offset)[8],
-                                      int blocks, std::int64_t column, std::int64_t columns, int thread) {
-  const int chunk = thread % 8, row = thread / 8;
-  const std::uint32_t place = destination + row * 128 + ((chunk ^ row) << 4);
-  for (int b = 0; b < blocks; ++b) {
-    const std::int64_t c = column + b * 64 + chunk * 8;
+// Copies 32 rows of 128 bytes, 4 rows at a time: lane l copies 16-byte piece l % 8 of rows l / 8 + 4 i into the swizzled
+// block at `destination` (aligned to 1024). `offset`: of lane l, where row l begins, in 16 bytes; absent_row: zeros.
+__device__ inline void gather_32_rows(std::uint32_t destination, const bfloat16* base, std::uint32_t offset, bool inside, int lane) {
+  const int piece = lane % 8, row = lane / 8;
+  const std::uint32_t even = destination + row * 128 + ((piece ^ row) << 4);
+  const std::uint32_t odd = destination + (row + 4) * 128 + ((piece ^ (row + 4)) << 4);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const bool valid = offset[i] != absent_row && c < columns;
-      const bfloat16* source = valid ? base + std::uint64_t(offset[i]) * 8 + c : base;
-      copy_16_async(place + b * mn_block_bytes + i * 1024, source, valid);
-    }
+  for (int i = 0; i < 8; ++i) {
+    const std::uint32_t from = __shfl_sync(~0u, offset, row + 4 * i);
+    const bool valid = inside && from != absent_row;
+    copy_16_async((i % 2 ? odd : even) + i / 2 * 1024, base + std::uint64_t(valid ? from : 0) * 8, valid);
+  }
+}
+// Of an mn_major operand, `blocks` blocks of 64 columns from `column` on: 32 rows that begin at `offset`.
+__device__ inline void gather_columns(std::uint32_t destination, const bfloat16* base, std::uint32_t offset, int blocks,
+                                      std::int64_t column, std::int64_t columns, int lane) {
+  for (int b = 0; b < blocks; ++b) {
+    const std::int64_t c = column + b * 64 + lane % 8 * 8;
+    gather_32_rows(destination + b * mn_block_bytes, base + (c < columns ? c : 0), offset, c < columns, lane);
   }
 }
 
@@ -297,7 +309,7 @@ __device__ inline void gather_tiles(const Parameters& p, SharedMemory<N>& shared
   using Shape = BlockShape<N>;
   const PassData& data = p.data;
   const schedule::Sizes& sizes = data.pass.sizes;
-  const int lane = thread % 32, chunk = thread % 8, row = thread / 8;
+  const int lane = thread % 32, first_row = thread / 32 * 32;  // this warp copies rows first_row .. + 31 of each 64
   const std::int64_t hidden = sizes.hidden_size;
   RingPosition<Shape::works> position(0);
   while (true) {
@@ -306,7 +318,6 @@ __device__ inline void gather_tiles(const Parameters& p, SharedMemory<N>& shared
     const bool last = work.last;
     const Stage stage = work.stage;
     const int k_steps = work.k_steps, group = work.group, rows = work.rows;
-    const unsigned divisor = group > 0 ? 1u : static_cast<unsigned>(sizes.top_k);
     GatherRing<N> ring(shared, work.first_step, lane);
     auto leave_work = [&] {
       __syncwarp();
@@ -319,73 +330,61 @@ __device__ inline void gather_tiles(const Parameters& p, SharedMemory<N>& shared
       // Takes part in every stage all the same: a parity tells a phase from its neighbours only.
       for (int k = 0; k < k_steps; ++k) {
         ring.begin();
-        __syncwarp();
         ++ring.waiting;
         ring.announce_one();
         ring.issue.next();
       }
       continue;
     }
-    if (stage == Stage::gate_up || stage == Stage::down_dgrad) {
-      // A: rows of x or dY, 64 columns at a time. This thread copies column chunk `chunk` of rows row + 8 i.
-      const bfloat16* base = (stage == Stage::gate_up ? data.x : data.dy) + chunk * 8;
-      const std::uint32_t place = row * 128 + ((chunk ^ row) << 4);
+    if (stage == Stage::gate_up || stage == Stage::down_dgrad) {  // A: rows of x or dY, 64 columns at a time
+      const std::uint32_t offset = work.row_offset[first_row + lane], offset_below = work.row_offset[64 + first_row + lane];
+      leave_work();
+      const bfloat16* base = (stage == Stage::gate_up ? data.x : data.dy) + lane % 8 * 8;
+      const int columns = static_cast<int>(hidden) - lane % 8 * 8;
       for (int k = 0; k < k_steps; ++k) {
-        const std::uint32_t a = ring.begin() + place;
-        const bool inside = k * depth + chunk * 8 < hidden;
-        const bfloat16* source = base + k * depth;
-        auto copy_rows = [&](int first) {
-#pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            const std::uint32_t offset = work.row_offset[row + 8 * (first + i)];
-            const bool valid = inside && offset != absent_row;
-            copy_16_async(a + (first + i) * 1024, valid ? source + std::uint64_t(offset) * 8 : base, valid);
-          }
-        };
-        copy_rows(0);
-        if (rows > 64) copy_rows(8);  // a short tile multiplies 64 rows only
+        const std::uint32_t a = ring.begin() + first_row * 128;
+        const bool inside = k * depth < columns;
+        const bfloat16* source = base + (inside ? k * depth : 0);
+        gather_32_rows(a, source, offset, inside, lane);
+        if (rows > 64) gather_32_rows(a + 64 * 128, source, offset_below, inside, lane);  // else only 64 are multiplied
         ring.end();
       }
-      leave_work();
     } else {
       const bool of_x = stage == Stage::gate_up_wgrad;
       const bfloat16* base = of_x ? data.x : data.dy;
-      const std::int64_t stride = (of_x ? data.x_stride : data.dy_stride) / 8;
+      const unsigned stride = static_cast<unsigned>((of_x ? data.x_stride : data.dy_stride) / 8);
+      const unsigned divisor = group > 0 ? 1u : static_cast<unsigned>(sizes.top_k);
       const std::int64_t row_begin = work.row_begin;
       const int sum_rows = work.sum_rows, column = work.column, output_row = work.output_row;
-      const ExpertGroup& tensors = data.groups[group];
       const int row_boxes = rows > 64 ? 2 : 1;
       leave_work();
       const std::int32_t* routes = data.pass.layout.row_route + row_begin;
+      // Where the row of a lane begins, one stage ahead.
+      auto route_of = [&](int k) -> unsigned {
+        const int r = k * depth + first_row + lane;
+        return r >= sum_rows ? 0u : group > 0 ? static_cast<unsigned>(r) : static_cast<unsigned>(__ldg(routes + r));
+      };
+      unsigned route = route_of(0);
       for (int k = 0; k < k_steps; ++k) {
-        std::uint32_t offset[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const int r = k * depth + row + 8 * i;
-          offset[i] = absent_row;
-          if (r < sum_rows) {
-            const unsigned route = group > 0 ? static_cast<unsigned>(r) : static_cast<unsigned>(__ldg(routes + r));
-            offset[i] = static_cast<std::uint32_t>(route / divisor * stride);
-          }
-        }
-        const std::uint32_t a = ring.begin(), b = a + Shape::a_bytes;
+        const int r = k * depth + first_row + lane;
+        const std::uint32_t offset = r < sum_rows ? route / divisor * stride : absent_row;
+        route = route_of(k + 1);
+        const std::uint32_t stage_address = ring.begin();
+        const std::uint32_t a = stage_address + first_row * 128, b = a + Shape::a_bytes;
         if (of_x) {
-          gather_columns(b, base, offset, N / 64, column, hidden, thread);
+          gather_columns(b, base, offset, N / 64, column, hidden, lane);
         } else {
-          gather_columns(a, base, offset, row_boxes, output_row, hidden, thread);
+          gather_columns(a, base, offset, row_boxes, output_row, hidden, lane);
         }
         if ((k + 1) * depth > sum_rows) {  // the other operand's last rows, for which the copy engine stood back
+          const ExpertGroup& tensors = data.groups[group];
           const std::int64_t width = of_x ? sizes.gate_up_factor * tensors.width : tensors.width;
           const bfloat16* other = (of_x ? tensors.d_pre_activation : tensors.activated) + row_begin * width;
-#pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            const int r = k * depth + row + 8 * i;
-            offset[i] = r < sum_rows ? static_cast<std::uint32_t>(r * (width / 8)) : absent_row;
-          }
+          const std::uint32_t at = r < sum_rows ? static_cast<std::uint32_t>(r * (width / 8)) : absent_row;
           if (of_x) {
-            gather_columns(a, other, offset, row_boxes, output_row, width, thread);
+            gather_columns(a, other, at, row_boxes, output_row, width, lane);
           } else {
-            gather_columns(b, other, offset, N / 64, column, width, thread);
+            gather_columns(b, other, at, N / 64, column, width, lane);
           }
         }
         ring.end();

@@ -81,8 +81,8 @@ __device__ inline void tma_prefetch_map(const CUtensorMap* map) {
 // 16 bytes; with `valid` false the destination is zeroed and the source not read.
 __device__ inline void copy_16_async(std::uint32_t destination, const void* source, bool valid) {
   const int bytes = valid ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes)
-               : "memory");
+  // No memory clobber: copy_commit() has one, and copies of one stage may be set up side by side.
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes));
 }
 __device__ inline void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int Pending>
@@ -205,6 +205,18 @@ __device__ inline std::uint32_t pack_bfloat16(float low, float high) {
 }
 __device__ inline float low_bfloat16(std::uint32_t packed) { return __uint_as_float(packed << 16); }
 __device__ inline float high_bfloat16(std::uint32_t packed) { return __uint_as_float(packed & 0xffff0000u); }
+
+// Nanoseconds, alike on all SMs, and cycles of this one.
+__device__ inline unsigned long long global_time() {
+  unsigned long long now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+__device__ inline std::uint32_t cycles() {
+  std::uint32_t now;
+  asm volatile("mov.u32 %0, %clock;" : "=r"(now));
+  return now;
+}
 
 // --- counters in global memory ---------------------------------------------------------------------------------------
 
