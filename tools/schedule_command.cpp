@@ -1,4 +1,249 @@
+// `moelith schedule`: the tiles of forward and backward for a layer and a routing, the critical path, and a picture of
+// how they would run. Nothing is computed: the schedule alone runs, against costs that follow from three numbers.
+#include <algorithm>
+#include <array>
+#include <fstream>
+#include <memory>
+#include <ostream>
+
+#include <fmt/format.h>
+#include <fmt/ostream.h>
+#include <nlohmann/json.hpp>
+
 #include "command_line.hpp"
+#include "executors/cpu/thread_pool.hpp"
+#include "executors/simulator/simulate.hpp"
+#include "options.hpp"
+#include "schedule_picture.hpp"
+
 namespace moelith::tools {
-void add_schedule(CLI::App&, Streams, Run&) {}
+namespace {
+
+using executors::simulator::Simulation;
+using executors::simulator::simulate;
+using executors::simulator::tile_work;
+using schedule::Direction;
+using schedule::Pass;
+
+struct ScheduleOptions {
+  LayerOptions layer;
+  RunOptions run;
+  int workers = 0;
+  std::int32_t tile_columns = 128, row_block = 128, group_blocks = schedule::TileShape{}.group_blocks;
+  double gflops = 0, gigabytes = 0, overhead_us = -1;
+  std::string picture;
+};
+
+LayerConfig plain_config() {
+  LayerConfig config;
+  config.hidden_size = 512;
+  config.intermediate_size = 256;
+  config.num_experts = 16;
+  config.top_k = 4;
+  return config;
 }
+
+// What one worker does, where the command line does not say. The CPU: a core with AVX2. The GPU: an SM of an H100 at a
+// rate that dense products reach (600 TFLOP/s of 132 SMs), and its share of the memory's 3.35 TB/s.
+struct WorkerSpeed {
+  double flops, bytes, overhead;  // a second; seconds for each tile
+};
+WorkerSpeed speed_of(const ScheduleOptions& o) {
+  WorkerSpeed speed = device_kind(o.run.device) == DeviceKind::cpu ? WorkerSpeed{60e9, 8e9, 2e-6} : WorkerSpeed{4.5e12, 25e9, 0.5e-6};
+  if (o.gflops > 0) speed.flops = o.gflops * 1e9;
+  if (o.gigabytes > 0) speed.bytes = o.gigabytes * 1e9;
+  if (o.overhead_us >= 0) speed.overhead = o.overhead_us * 1e-6;
+  return speed;
+}
+
+// A pass of one rank with the memory that its layout lies in.
+struct OwnedPass {
+  std::vector<std::int64_t> header;
+  std::vector<std::int32_t> row_route;
+  Pass pass{};
+};
+
+std::unique_ptr<OwnedPass> make_pass(const LayerConfig& config, const ScheduleOptions& o, std::int64_t tokens,
+                                     const std::vector<std::int32_t>& ids, Direction direction) {
+  auto made = std::make_unique<OwnedPass>();
+  schedule::Sizes& s = made->pass.sizes;
+  s.direction = direction;
+  s.local_experts = config.num_experts;
+  s.shared_experts = static_cast<std::int32_t>(config.shared_experts.size());
+  s.top_k = config.top_k;
+  s.hidden_size = config.hidden_size;
+  s.intermediate_size = config.intermediate_size;
+  for (std::size_t i = 0; i < config.shared_experts.size(); ++i) {
+    s.shared_intermediate_size[i] = config.shared_experts[i].intermediate_size;
+  }
+  s.gate_up_factor = config.activation.gated() ? 2 : 1;
+  s.tokens = tokens;
+  s.tile.row_block = o.row_block;
+  s.tile.columns = s.tile.wgrad_rows = s.tile.wgrad_columns = o.tile_columns;
+  s.tile.group_blocks = o.group_blocks;
+  s.max_chunks = schedule::ceil_div(tokens, s.chunk_tokens);
+  s.max_row_blocks = tokens * config.top_k / s.tile.row_block + config.num_experts;
+  s.recompute = o.run.recompute;
+  s.want_gate_up_bias_grad = config.gate_up_bias;
+  s.want_down_bias_grad = config.down_bias;
+
+  const std::vector<std::int64_t> counts = count_routes(ids, config.num_experts);
+  made->header.assign(static_cast<std::size_t>(schedule::Layout::header_length(1, config.num_experts)), 0);
+  // One rank's schedule never looks at the rows' routes.
+  made->pass.layout = schedule::Layout::at(made->header.data(), made->row_route.data(), 1, config.num_experts);
+  *made->pass.layout.valid_tokens = tokens;
+  made->pass.layout.tokens_of_rank[0] = tokens;
+  const std::vector<std::int32_t> expert_rank(static_cast<std::size_t>(config.num_experts), 0);
+  schedule::fill_layout(s, made->pass.layout, config.num_experts, expert_rank.data(),
+                        [&](std::int32_t, std::int32_t e) { return counts[static_cast<std::size_t>(e)]; });
+  return made;
+}
+
+struct StageSum {
+  std::int64_t tiles = 0;
+  double seconds = 0;
+};
+
+std::array<StageSum, schedule::stage_count> sums_of(const Simulation& simulation) {
+  std::array<StageSum, schedule::stage_count> sums{};
+  for (const auto& span : simulation.spans) {
+    StageSum& sum = sums[static_cast<std::size_t>(span.tile.stage)];
+    ++sum.tiles;
+    sum.seconds += span.end - span.start;
+  }
+  return sums;
+}
+
+Json to_json(const Simulation& s, int workers) {
+  Json stages = Json::object();
+  const auto sums = sums_of(s);
+  for (int i = 0; i < schedule::stage_count; ++i) {
+    const StageSum& sum = sums[static_cast<std::size_t>(i)];
+    if (sum.tiles == 0) continue;
+    stages[schedule::to_string(static_cast<schedule::Stage>(i))] = {{"tiles", sum.tiles}, {"work_ms", sum.seconds * 1e3}};
+  }
+  Json path = Json::array();
+  for (const std::int64_t index : s.critical) {
+    const auto& span = s.spans[static_cast<std::size_t>(index)];
+    path.push_back({{"stage", schedule::to_string(span.tile.stage)},
+                    {"expert", span.tile.expert},
+                    {"row_block", span.tile.row_block},
+                    {"column_block", span.tile.column_block},
+                    {"ms", (span.end - span.start) * 1e3}});
+  }
+  return {{"tiles", s.spans.size()},
+          {"makespan_ms", s.makespan * 1e3},
+          {"work_ms", s.work * 1e3},
+          {"critical_path_ms", s.critical_path * 1e3},
+          {"busy", s.makespan > 0 ? s.work / (s.makespan * workers) : 1.0},
+          {"stages", stages},
+          {"critical_path", path}};
+}
+
+void print(std::ostream& out, const char* name, const Simulation& s, int workers) {
+  fmt::print(out, "\n{}: {} tiles, {:.3f} ms on {} workers ({:.0f} % busy), work {:.3f} ms, critical path {:.3f} ms\n", name,
+             s.spans.size(), s.makespan * 1e3, workers, s.makespan > 0 ? 100 * s.work / (s.makespan * workers) : 100.0, s.work * 1e3,
+             s.critical_path * 1e3);
+  const auto sums = sums_of(s);
+  for (int i = 0; i < schedule::stage_count; ++i) {
+    const StageSum& sum = sums[static_cast<std::size_t>(i)];
+    if (sum.tiles == 0) continue;
+    fmt::print(out, "  {:<18} {:>9} tiles {:>12.3f} ms of work {:>5.1f} %\n", schedule::to_string(static_cast<schedule::Stage>(i)),
+               sum.tiles, sum.seconds * 1e3, 100 * sum.seconds / s.work);
+  }
+  fmt::print(out, "  critical path:");
+  for (const std::int64_t index : s.critical) {
+    const auto& span = s.spans[static_cast<std::size_t>(index)];
+    fmt::print(out, " {} (expert {}, {:.3f} ms)", schedule::to_string(span.tile.stage), span.tile.expert, (span.end - span.start) * 1e3);
+  }
+  fmt::print(out, "\n");
+}
+
+int run_schedule(const Streams& streams, const ScheduleOptions& o) {
+  const LayerConfig config = layer_config(o.layer, plain_config());
+  const std::int64_t tokens = o.run.tokens > 0 ? o.run.tokens : 1024;
+  if (o.tile_columns % 64 != 0) {
+    throw Error(Status::invalid_argument, fmt::format("--tile-columns is {}; accepted: a multiple of 64", o.tile_columns));
+  }
+  const bool cpu = device_kind(o.run.device) == DeviceKind::cpu;
+  int workers = o.workers > 0 ? o.workers : o.run.threads;
+  if (workers == 0) workers = cpu ? executors::cpu::available_workers() : 132;
+  const WorkerSpeed speed = speed_of(o);
+  const auto element = static_cast<std::int64_t>(size_of(config.dtype));
+  const auto cost = [&](const Pass& pass, const schedule::Tile& tile) {
+    const auto work = tile_work(pass, tile, element);
+    return speed.overhead + work.flops / speed.flops + work.bytes / speed.bytes;
+  };
+
+  const std::vector<std::int32_t> ids = make_routes(config, o.run.routes(), tokens);
+  const auto simulated = [&](Direction direction) {
+    const auto owned = make_pass(config, o, tokens, ids, direction);
+    constexpr std::int64_t most_tiles = 20'000'000;
+    if (const std::int64_t tiles = schedule::tile_count(owned->pass); tiles > most_tiles) {
+      throw Error(Status::invalid_argument, fmt::format("the pass has {} tiles; accepted: at most {} (fewer --tokens)", tiles, most_tiles));
+    }
+    return simulate({owned->pass}, workers, cost);
+  };
+  const Simulation forward = simulated(Direction::forward), backward = simulated(Direction::backward);
+
+  const std::string heading = fmt::format("{}, T {}, routing {}", summary(config), tokens, o.run.routing);
+  if (!o.picture.empty()) {
+    const auto title = [&](const char* name, const Simulation& s) {
+      return fmt::format("{}: {} tiles, {:.3g} ms on {} workers, critical path {:.3g} ms", name, s.spans.size(), s.makespan * 1e3, workers,
+                         s.critical_path * 1e3);
+    };
+    const std::vector<Panel> panels{{title("forward", forward), forward, 1, workers}, {title("backward", backward), backward, 1, workers}};
+    const bool html = o.picture.ends_with(".html");
+    if (!html && !o.picture.ends_with(".svg")) {
+      throw Error(Status::invalid_argument, "--picture is \"" + o.picture + "\"; accepted: a file name that ends in .svg or .html");
+    }
+    std::ofstream file(o.picture, std::ios::binary);
+    file << (html ? html_of(heading, panels) : svg_of(heading, panels));
+    file.close();
+    if (!file) throw Error(Status::invalid_argument, "\"" + o.picture + "\" cannot be written");
+  }
+  if (o.run.json) {
+    streams.out << Json{{"device", o.run.device},
+                        {"workers", workers},
+                        {"tokens", tokens},
+                        {"routing", o.run.routing},
+                        {"seed", o.run.seed},
+                        {"worker", {{"gflops", speed.flops * 1e-9}, {"gigabytes_per_s", speed.bytes * 1e-9}, {"overhead_us", speed.overhead * 1e6}}},
+                        {"tile", {{"rows", o.row_block}, {"columns", o.tile_columns}, {"group_blocks", o.group_blocks}}},
+                        {"forward", to_json(forward, workers)},
+                        {"backward", to_json(backward, workers)},
+                        {"config", tools::to_json(config)}}
+                       .dump(2)
+                << "\n";
+    return success;
+  }
+  fmt::print(streams.out, "{}\na worker: {:.0f} GFLOP/s, {:.0f} GB/s, {:.1f} us for each tile (simulated, not measured)\n", heading,
+             speed.flops * 1e-9, speed.bytes * 1e-9, speed.overhead * 1e6);
+  print(streams.out, "forward", forward, workers);
+  print(streams.out, "backward", backward, workers);
+  if (!o.picture.empty()) fmt::print(streams.out, "\npicture: {}\n", o.picture);
+  return success;
+}
+
+}  // namespace
+
+void add_schedule(CLI::App& program, Streams streams, Run& run) {
+  auto* command = program.add_subcommand("schedule", "tiles per stage, critical path, and a picture of a simulated run");
+  auto options = std::make_shared<ScheduleOptions>();
+  add_layer_options(*command, options->layer);
+  add_run_options(*command, options->run);
+  command->add_option("--picture", options->picture, "a file to draw the run into: NAME.svg or NAME.html");
+  command->add_option("--workers", options->workers, "0: --threads for the CPU, 132 for the GPU")->check(CLI::Range(0, 4096));
+  command->add_option("--tile-columns", options->tile_columns, "columns of a tile")->check(CLI::Range(64, 1024))->capture_default_str();
+  command->add_option("--row-block", options->row_block, "rows of a tile")->check(CLI::Range(1, 4096))->capture_default_str();
+  command->add_option("--group-blocks", options->group_blocks, "row blocks that pass from stage to stage together")
+      ->check(CLI::Range(1, 1 << 20))
+      ->capture_default_str();
+  command->add_option("--gflops", options->gflops, "of one worker; 0: 60 for the CPU, 4500 for the GPU")->check(CLI::NonNegativeNumber);
+  command->add_option("--gigabytes", options->gigabytes, "a second, moved by one worker; 0: 8 for the CPU, 25 for the GPU")
+      ->check(CLI::NonNegativeNumber);
+  command->add_option("--overhead-us", options->overhead_us, "time that each tile costs by itself; -1: 2 for the CPU, 0.5 for the GPU");
+  command->callback([=, &run] { run = [=] { return run_schedule(streams, *options); }; });
+}
+
+}  // namespace moelith::tools

@@ -1,0 +1,25 @@
+// A simulated pass as a picture: time to the right, a line for each worker, a colour for each stage.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "executors/simulator/simulate.hpp"
+
+namespace moelith::tools {
+
+struct Panel {
+  std::string title;  // "forward: 1.2 ms"
+  executors::simulator::Simulation simulation;
+  int ranks = 1, workers = 1;
+};
+
+// One SVG document: the panels below each other, drawn to the same scale of time, with a legend. Tiles of one stage that
+// follow each other on a worker without a gap are drawn as one block, and waits in a light grey. The critical path is
+// outlined. A block tells stage, expert and times when pointed at.
+std::string svg_of(const std::string& heading, const std::vector<Panel>& panels);
+
+// The same in a page of its own.
+std::string html_of(const std::string& heading, const std::vector<Panel>& panels);
+
+}  // namespace moelith::tools
