@@ -205,9 +205,10 @@ class MoE(nn.Module):
         )
         errors[before:] = [error + self._layout_hint(state_dict, prefix, error) for error in errors[before:]]
         foreign = _foreign_layout(key[len(prefix) :] for key in state_dict if key.startswith(prefix))
-        if foreign and strict:
+        if foreign and any(key.startswith(prefix) for key in missing_keys):
+            # Also where the caller is not strict: the layer would keep its random weights.
             errors.append(
-                f"{prefix or 'state dict: '}{foreign} This layer has {', '.join(self.state_dict())}. "
+                f"The state dict{f' under {prefix!r}' if prefix else ''} {foreign} This layer has {', '.join(self.state_dict())}. "
                 "moelith.convert.to_moelith converts the blocks of Hugging Face transformers."
             )
 
