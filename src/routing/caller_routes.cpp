@@ -37,8 +37,7 @@ void check_and_copy(const TensorView& topk_ids, const TensorView& topk_weights, 
       const std::int32_t id = t < valid_tokens ? static_cast<std::int32_t>(id_at(t, j)) : -1;
       if (out_ids) out_ids[t * top_k + j] = id;
       if (out_weights)
-        out_weights[t * top_k + j] =
-            id < 0 ? T(0) : weights[t * topk_weights.stride[0] + j * topk_weights.stride[1]];
+        out_weights[t * top_k + j] = id < 0 ? T(0) : weights[t * topk_weights.stride[0] + j * topk_weights.stride[1]];
     }
 }
 
@@ -58,9 +57,11 @@ void copy_caller_routes(const TensorView& topk_ids, const TensorView& topk_weigh
            to_string(weight_type));
   valid_tokens = std::clamp<std::int64_t>(valid_tokens, 0, tokens);
   if (topk_ids.dtype == DataType::int32)
-    check_and_copy<std::int32_t>(topk_ids, topk_weights, tokens, top_k, num_experts, valid_tokens, out_ids, out_weights);
+    check_and_copy<std::int32_t>(topk_ids, topk_weights, tokens, top_k, num_experts, valid_tokens, out_ids,
+                                 out_weights);
   else
-    check_and_copy<std::int64_t>(topk_ids, topk_weights, tokens, top_k, num_experts, valid_tokens, out_ids, out_weights);
+    check_and_copy<std::int64_t>(topk_ids, topk_weights, tokens, top_k, num_experts, valid_tokens, out_ids,
+                                 out_weights);
 }
 
 template void copy_caller_routes<float>(const TensorView&, const TensorView&, std::int64_t, std::int32_t, std::int32_t,

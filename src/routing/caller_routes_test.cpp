@@ -52,7 +52,8 @@ TEST(CallerRoutes, AbsentRowsAreNotLookedAt) {
 }
 
 TEST(CallerRoutes, NamesTheElementThatIsOutOfRange) {
-  for (std::int64_t bad : {std::int64_t{8}, std::int64_t{-2}, std::int64_t{1} << 32, std::numeric_limits<std::int64_t>::min()}) {
+  for (std::int64_t bad :
+       {std::int64_t{8}, std::int64_t{-2}, std::int64_t{1} << 32, std::numeric_limits<std::int64_t>::min()}) {
     std::vector<std::int64_t> ids = {0, 1, 2, 3, 4, 5};
     ids[5] = bad;
     std::vector<float> weights(6, 1.0f), out_weights(6, 7.0f);
@@ -73,7 +74,8 @@ TEST(CallerRoutes, RefusesWrongShapesAndTypes) {
   const auto text = [&](TensorView id_view, TensorView weight_view) {
     return error_of([&] { copy_caller_routes<float>(id_view, weight_view, 3, 2, 8, 3, nullptr, nullptr); });
   };
-  const TensorView good_ids(ids.data(), DataType::int64, {3, 2}), good_weights(weights.data(), DataType::float32, {3, 2});
+  const TensorView good_ids(ids.data(), DataType::int64, {3, 2}),
+      good_weights(weights.data(), DataType::float32, {3, 2});
   EXPECT_EQ(text(good_ids, good_weights), "no error");
   EXPECT_NE(text({}, good_weights).find("topk_ids is missing"), std::string::npos);
   EXPECT_NE(text(good_ids, {}).find("topk_weights is missing"), std::string::npos);
@@ -86,8 +88,8 @@ TEST(CallerRoutes, RefusesWrongShapesAndTypes) {
 }
 
 TEST(CallerRoutes, NoTokens) {
-  copy_caller_routes<float>(TensorView(nullptr, DataType::int32, {0, 2}), TensorView(nullptr, DataType::float32, {0, 2}),
-                            0, 2, 8, 0, nullptr, nullptr);
+  copy_caller_routes<float>(TensorView(nullptr, DataType::int32, {0, 2}),
+                            TensorView(nullptr, DataType::float32, {0, 2}), 0, 2, 8, 0, nullptr, nullptr);
 }
 
 }  // namespace

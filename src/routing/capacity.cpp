@@ -22,7 +22,8 @@ struct Layout {
 
 }  // namespace
 
-std::int64_t expert_capacity(double capacity_factor, std::int64_t tokens, std::int32_t top_k, std::int32_t num_experts) {
+std::int64_t expert_capacity(double capacity_factor, std::int64_t tokens, std::int32_t top_k,
+                             std::int32_t num_experts) {
   const double limit = std::ceil(capacity_factor * static_cast<double>(tokens) * top_k / num_experts);
   const std::int64_t routes = tokens * top_k;  // more is never needed, and a huge factor must not overflow
   return limit < static_cast<double>(routes) ? static_cast<std::int64_t>(limit) : routes;

@@ -15,8 +15,8 @@ std::int64_t expert_capacity(double capacity_factor, std::int64_t tokens, std::i
 
 std::size_t capacity_workspace_bytes(std::int64_t tokens, std::int32_t top_k, std::int32_t num_experts);
 
-// topk_ids: [tokens, k] in [-1, E); topk_weights: [tokens, k]. In place: a route beyond its expert's capacity gets id -1
-// and weight 0. by_score keeps the highest weights, equal ones in route order (a NaN counts as below every number);
+// topk_ids: [tokens, k] in [-1, E); topk_weights: [tokens, k]. In place: a route beyond its expert's capacity gets id
+// -1 and weight 0. by_score keeps the highest weights, equal ones in route order (a NaN counts as below every number);
 // by_position keeps the first in route order. Route order is (t, j).
 template <class T>
 void apply_capacity(DropPolicy policy, std::int64_t capacity, std::int64_t tokens, std::int32_t top_k,

@@ -69,8 +69,7 @@ TEST(Capacity, IsLikeAFullSort) {
     }
     const Routes got = limited(routes, DropPolicy::by_score, capacity, 2, num_experts);
     ASSERT_EQ(got.ids, expected.ids);
-    for (int i = 0; i < 240; ++i)
-      ASSERT_EQ(got.weights[i], expected.ids[i] >= 0 ? routes.weights[i] : 0.0f);
+    for (int i = 0; i < 240; ++i) ASSERT_EQ(got.weights[i], expected.ids[i] >= 0 ? routes.weights[i] : 0.0f);
   }
 }
 

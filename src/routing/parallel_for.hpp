@@ -6,9 +6,9 @@
 
 namespace moelith::routing {
 
-// parallel_for(count, body) calls body(begin, end) on disjoint ranges that together are [0, count), possibly at the same
-// time on different threads, and returns when all are done. Every function that takes one gives the same bits whatever
-// the ranges and their order are.
+// parallel_for(count, body) calls body(begin, end) on disjoint ranges that together are [0, count), possibly at the
+// same time on different threads, and returns when all are done. Every function that takes one gives the same bits
+// whatever the ranges and their order are.
 using ParallelFor =
     std::function<void(std::int64_t count, const std::function<void(std::int64_t begin, std::int64_t end)>& body)>;
 

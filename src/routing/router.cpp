@@ -14,8 +14,8 @@
 #include "routing/capacity.hpp"
 #include "routing/router_math.hpp"
 
-// The row loops are compiled twice, for the baseline and for AVX2 + FMA, and chosen at run time. Everything they call is
-// inlined into them, so that it is compiled for the same instructions.
+// The row loops are compiled twice, for the baseline and for AVX2 + FMA, and chosen at run time. Everything they call
+// is inlined into them, so that it is compiled for the same instructions.
 #if defined(__x86_64__) && defined(__GNUC__)
 #define MOELITH_ROUTING_WIDE 1
 #endif
@@ -69,18 +69,40 @@ struct VectorOf {
   static inline void minimum(const type& other, type& to) { to = other < to ? other : to; }
   static inline void sum(const type& other, type& to) { to += other; }
 
-  // Combines all lanes by a commutative, associative operation combine(other, to).
-  template <class Combine>
-  static inline T reduce(type& value, Combine combine) {
+  // Each lane of `to` gets lane (its own number xor distance) of `from`, for a distance of 1, 2 or 4.
+  template <std::int32_t distance>
+  static inline void exchange(const type& from, type& to) {
     if constexpr (size == 8) {
-      combine(__builtin_shufflevector(value, value, 4, 5, 6, 7, 0, 1, 2, 3), value);
-      combine(__builtin_shufflevector(value, value, 2, 3, 0, 1, 6, 7, 4, 5), value);
-      combine(__builtin_shufflevector(value, value, 1, 0, 3, 2, 5, 4, 7, 6), value);
+      if constexpr (distance == 4) to = __builtin_shufflevector(from, from, 4, 5, 6, 7, 0, 1, 2, 3);
+      if constexpr (distance == 2) to = __builtin_shufflevector(from, from, 2, 3, 0, 1, 6, 7, 4, 5);
+      if constexpr (distance == 1) to = __builtin_shufflevector(from, from, 1, 0, 3, 2, 5, 4, 7, 6);
     } else {
-      combine(__builtin_shufflevector(value, value, 2, 3, 0, 1), value);
-      combine(__builtin_shufflevector(value, value, 1, 0, 3, 2), value);
+      if constexpr (distance == 2) to = __builtin_shufflevector(from, from, 2, 3, 0, 1);
+      if constexpr (distance == 1) to = __builtin_shufflevector(from, from, 1, 0, 3, 2);
     }
+  }
+
+  // Combines all lanes by a commutative, associative operation combine(other, to).
+  template <std::int32_t distance = size / 2, class Combine>
+  static inline T reduce(type& value, Combine combine) {
+    type other;
+    exchange<distance>(value, other);
+    combine(other, value);
+    if constexpr (distance > 1) return reduce<distance / 2>(value, combine);
     return value[0];
+  }
+
+  // first and second: the two highest of what each lane has seen (equal values count twice). Leaves those of all lanes
+  // in lane 0.
+  template <std::int32_t distance = size / 2>
+  static inline void reduce_two_highest(type& first, type& second) {
+    type other_first, other_second;
+    exchange<distance>(first, other_first);
+    exchange<distance>(second, other_second);
+    maximum(other_second, second);
+    maximum(other_first < first ? other_first : first, second);
+    maximum(other_first, first);
+    if constexpr (distance > 1) reduce_two_highest<distance / 2>(first, second);
   }
 };
 
@@ -244,18 +266,13 @@ inline void limit_groups(const RouterConfig& config, std::int32_t num_experts, T
       V::maximum(values < first ? values : first, second);
       V::maximum(values, first);
     }
-    T highest = excluded<T>(), next = excluded<T>();
-    const auto take = [&](T value) {
-      const T lower = value < highest ? value : highest;
+    V::reduce_two_highest(first, second);
+    T highest = first[0], next = second[0];
+    for (; e < size; ++e) {
+      const T lower = members[e] < highest ? members[e] : highest;
       next = lower > next ? lower : next;
-      highest = value > highest ? value : highest;
-    };
-    if (size >= V::size)
-      for (std::int32_t l = 0; l < V::size; ++l) {
-        take(first[l]);
-        take(second[l]);
-      }
-    for (; e < size; ++e) take(members[e]);
+      highest = members[e] > highest ? members[e] : highest;
+    }
     // A group with one candidate is scored by it alone; one with none is excluded like an expert.
     score[g] = config.group_score_size == 2 && next != excluded<T>() ? highest + next : highest;
     kept[g] = false;
@@ -349,8 +366,8 @@ struct ForwardRows {
     const bool sigmoid = config.kind == RouterKind::sigmoid;
     const bool weights_are_softmax_of_chosen =
         config.kind == RouterKind::topk_softmax || (config.kind == RouterKind::softmax_topk && config.renormalize);
-    const bool choose_by_logits = config.kind == RouterKind::topk_softmax ||
-                                  (!config.selection_bias && config.num_groups == 1);
+    const bool choose_by_logits =
+        config.kind == RouterKind::topk_softmax || (!config.selection_bias && config.num_groups == 1);
     T* x = logits.values;
     T* s = scores.values;
     load_row(static_cast<const Storage*>(job.inputs.logits) + t * job.inputs.logits_stride, num_experts, width, x);
@@ -481,9 +498,10 @@ inline void count_choices(const std::int32_t* chosen_ids, std::int32_t k, std::i
 template <class T, class Count>
 inline void aux_slopes(const RouterSpec& spec, T upstream, const Count* counts, std::int64_t tokens, T* slopes) {
   for (std::int32_t e = 0; e < padded(spec.num_experts); ++e)
-    slopes[e] = e < spec.num_experts ? T(aux_slope(upstream, spec.config.aux_loss_coefficient, spec.num_experts,
-                                                   counts[e], spec.top_k, tokens))
-                                     : T(0);
+    slopes[e] =
+        e < spec.num_experts
+            ? T(aux_slope(upstream, spec.config.aux_loss_coefficient, spec.num_experts, counts[e], spec.top_k, tokens))
+            : T(0);
 }
 
 template <class Storage>
@@ -507,7 +525,8 @@ struct BackwardRows {
     const std::int32_t* ids = job.gradients.chosen_ids + t * k;
     T g[max_top_k];
     for (std::int32_t j = 0; j < k; ++j) {
-      const bool takes = job.gradients.d_topk_weights && (!job.gradients.topk_ids || job.gradients.topk_ids[t * k + j] >= 0);
+      const bool takes =
+          job.gradients.d_topk_weights && (!job.gradients.topk_ids || job.gradients.topk_ids[t * k + j] >= 0);
       g[j] = takes ? job.gradients.d_topk_weights[t * k + j] * T(config.scaling_factor) : T(0);
     }
 
@@ -625,7 +644,8 @@ void run_rows(const Job& job, const ParallelFor& parallel_for) {
 
 // The loss of a call of `sequence` with several units a sequence; others have it in scratch.aux already.
 template <class T>
-double aux_of_long_sequences(const RouterSpec& spec, const Units& units, std::int64_t valid, const Scratch<T>& scratch) {
+double aux_of_long_sequences(const RouterSpec& spec, const Units& units, std::int64_t valid,
+                             const Scratch<T>& scratch) {
   const std::int32_t width = padded(spec.num_experts);
   double total = 0.0;
   for (std::int64_t first = 0; first < units.count; first += units.units_per_sequence) {
@@ -652,8 +672,8 @@ RouterInputs<T> checked(const RouterSpec& spec, RouterInputs<T> inputs) {
   if (spec.config.aux_loss != AuxLossKind::sequence) {
     inputs.num_sequences = 1;
   } else if (inputs.num_sequences < 1 || inputs.tokens % inputs.num_sequences != 0) {
-    refuse("num_sequences is " + std::to_string(inputs.num_sequences) + "; it must be at least 1 and divide T = " +
-           std::to_string(inputs.tokens));
+    refuse("num_sequences is " + std::to_string(inputs.num_sequences) +
+           "; it must be at least 1 and divide T = " + std::to_string(inputs.tokens));
   }
   return inputs;
 }
@@ -681,11 +701,11 @@ void RouterSpec::validate() const {
     refuse("top_k is " + std::to_string(top_k) + "; accepted are 1 to " +
            std::to_string(std::min(num_experts, max_top_k)));
   if (config.num_groups < 1 || num_experts % config.num_groups != 0)
-    refuse("router.num_groups is " + std::to_string(config.num_groups) + "; it must divide num_experts = " +
-           std::to_string(num_experts));
+    refuse("router.num_groups is " + std::to_string(config.num_groups) +
+           "; it must divide num_experts = " + std::to_string(num_experts));
   if (config.top_groups < 1 || config.top_groups > config.num_groups)
-    refuse("router.top_groups is " + std::to_string(config.top_groups) + "; accepted are 1 to num_groups = " +
-           std::to_string(config.num_groups));
+    refuse("router.top_groups is " + std::to_string(config.top_groups) +
+           "; accepted are 1 to num_groups = " + std::to_string(config.num_groups));
   if (num_experts / config.num_groups * config.top_groups < top_k)
     refuse("router.top_groups is " + std::to_string(config.top_groups) + ", which leaves " +
            std::to_string(num_experts / config.num_groups * config.top_groups) +
@@ -706,19 +726,21 @@ void router_forward(const RouterSpec& spec, const RouterInputs<T>& given, const 
   const std::int32_t num_experts = spec.num_experts, width = padded(num_experts), k = spec.top_k;
   const RouterConfig& config = spec.config;
   const bool capacity = config.capacity_factor > 0;
-  if (config.selection_bias && !inputs.selection_bias) refuse("selection_bias is missing; router.selection_bias is set");
+  if (config.selection_bias && !inputs.selection_bias)
+    refuse("selection_bias is missing; router.selection_bias is set");
   if (capacity && inputs.tokens > 0 && !outputs.chosen_ids) refuse("chosen_ids is missing; capacity_factor is set");
   const Scratch<T> scratch = Scratch<T>::over(workspace, spec, inputs.tokens);
   const Units units = Units::of(inputs.tokens, inputs.num_sequences);
   const bool sequence = config.aux_loss == AuxLossKind::sequence;
   const bool whole_batch = config.aux_loss == AuxLossKind::batch || config.aux_loss == AuxLossKind::global;
   const bool wants_aux = outputs.aux_loss && config.aux_loss_coefficient != 0.0;
-  const bool score_sums = whole_batch ? outputs.score_sums || (wants_aux && config.aux_loss == AuxLossKind::batch)
-                                      : sequence && wants_aux;
+  const bool score_sums =
+      whole_batch ? outputs.score_sums || (wants_aux && config.aux_loss == AuxLossKind::batch) : sequence && wants_aux;
   const bool z = outputs.z_loss && config.z_loss_coefficient != 0.0;
   with_storage<T>(inputs.logits_dtype, [&]<class Storage>() {
-    const ForwardJob<Storage> job{spec, inputs, capacity ? outputs.chosen_ids : outputs.topk_ids,
-                                  outputs.topk_weights, units, scratch, score_sums, z};
+    const ForwardJob<Storage> job{
+        spec,       inputs, capacity ? outputs.chosen_ids : outputs.topk_ids, outputs.topk_weights, units, scratch,
+        score_sums, z};
     run_rows<ForwardRows<Storage>>(job, parallel_for);
   });
 
@@ -748,8 +770,9 @@ void router_forward(const RouterSpec& spec, const RouterInputs<T>& given, const 
   if (outputs.z_loss) {
     double total = 0.0;
     for (std::int64_t u = 0; z && u < units.count; ++u) total += static_cast<double>(scratch.z[u]);
-    *outputs.z_loss =
-        inputs.valid_tokens > 0 ? T(config.z_loss_coefficient * (total / static_cast<double>(inputs.valid_tokens))) : T(0);
+    *outputs.z_loss = inputs.valid_tokens > 0
+                          ? T(config.z_loss_coefficient * (total / static_cast<double>(inputs.valid_tokens)))
+                          : T(0);
   }
 
   if (capacity) {
@@ -778,8 +801,8 @@ void router_backward(const RouterSpec& spec, const RouterInputs<T>& given, const
     refuse("topk_ids is missing; capacity_factor is set");
   const Scratch<T> scratch = Scratch<T>::over(workspace, spec, inputs.tokens);
   const Units units = Units::of(inputs.tokens, inputs.num_sequences);
-  const bool aux = config.aux_loss != AuxLossKind::none && config.aux_loss_coefficient != 0.0 &&
-                   gradients.d_aux_loss != T(0);
+  const bool aux =
+      config.aux_loss != AuxLossKind::none && config.aux_loss_coefficient != 0.0 && gradients.d_aux_loss != T(0);
   const bool z = config.z_loss_coefficient != 0.0 && gradients.d_z_loss != T(0);
   if (aux && config.aux_loss == AuxLossKind::sequence && units.units_per_sequence > 1) {
     parallel_for(units.count, [&](std::int64_t begin, std::int64_t end) {
@@ -808,12 +831,12 @@ void router_backward(const RouterSpec& spec, const RouterInputs<T>& given, const
   });
 }
 
-#define MOELITH_INSTANTIATE(T)                                                                                     \
-  template std::size_t router_workspace_bytes<T>(const RouterSpec&, std::int64_t);                                 \
-  template void router_forward<T>(const RouterSpec&, const RouterInputs<T>&, const RouterOutputs<T>&, void*,       \
-                                  const ParallelFor&);                                                             \
-  template T aux_loss<T>(const RouterSpec&, const std::int64_t*, std::int64_t, const T*);                          \
-  template void router_backward<T>(const RouterSpec&, const RouterInputs<T>&, const RouterGradients<T>&, void*,    \
+#define MOELITH_INSTANTIATE(T)                                                                                  \
+  template std::size_t router_workspace_bytes<T>(const RouterSpec&, std::int64_t);                              \
+  template void router_forward<T>(const RouterSpec&, const RouterInputs<T>&, const RouterOutputs<T>&, void*,    \
+                                  const ParallelFor&);                                                          \
+  template T aux_loss<T>(const RouterSpec&, const std::int64_t*, std::int64_t, const T*);                       \
+  template void router_backward<T>(const RouterSpec&, const RouterInputs<T>&, const RouterGradients<T>&, void*, \
                                    const ParallelFor&);
 MOELITH_INSTANTIATE(float)
 MOELITH_INSTANTIATE(double)

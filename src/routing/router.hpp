@@ -11,9 +11,9 @@
 //              logits; sigmoid: s_e, or with renormalize s_e / (sum over the k + 1e-20). Then times scaling_factor.
 //              (softmax_topk with renormalize is computed as the softmax over the k chosen logits, which is the same
 //              number and cannot become 0 / 0.)
-//   not finite a logit that is NaN, +inf or -inf has score 0 and takes no part in any softmax, logsumexp or group score.
-//              Such an expert is chosen only when its kept groups have no finite candidates left, lowest unused id first
-//              (within the kept groups), with weight 0. The gradient into such a logit is 0. A finite logit whose
+//   not finite a logit that is NaN, +inf or -inf has score 0 and takes no part in any softmax, logsumexp or group
+//              score. Such an expert is chosen only when the kept groups have no finite candidates left, lowest unused
+//              id first (within the kept groups), with weight 0. The gradient into it is 0. A finite logit whose
 //              selection score is not finite (a selection bias of -inf, say) is chosen as late, but keeps its weight.
 //   absent     rows from valid_tokens on: ids -1, weights 0, gradient 0, no part in any loss or count.
 // Ids of a present row are always distinct and in [0, E) before capacity.
@@ -43,21 +43,21 @@ struct RouterSpec {
   std::int32_t num_experts = 0;  // E, 1 to 1024
   std::int32_t top_k = 0;        // k, 1 to min(E, 32)
 
-  // Throws Error(invalid_argument) where the sizes cannot be worked with: E, k, groups that do not divide E, kept groups
-  // with fewer than k experts. The functions below call it.
+  // Throws Error(invalid_argument) where the sizes cannot be worked with: E, k, groups that do not divide E, kept
+  // groups with fewer than k experts. The functions below call it.
   void validate() const;
 };
 
 // What both passes read. T is the accumulator type: float (logits of bfloat16 or float32) or double (float64).
 template <class T>
 struct RouterInputs {
-  const void* logits = nullptr;                // [tokens, E]
-  DataType logits_dtype = DataType::float32;   // bfloat16 or float32 for T = float; float64 for T = double
-  std::int64_t logits_stride = 0;              // elements from row to row, >= E
-  std::int64_t tokens = 0;                     // T
-  std::int64_t valid_tokens = 0;               // rows from here on are absent; clamped to [0, tokens]
-  std::int64_t num_sequences = 1;              // AuxLossKind::sequence only; divides tokens
-  const T* selection_bias = nullptr;           // [E] if config.selection_bias; forward only
+  const void* logits = nullptr;               // [tokens, E]
+  DataType logits_dtype = DataType::float32;  // bfloat16 or float32 for T = float; float64 for T = double
+  std::int64_t logits_stride = 0;             // elements from row to row, >= E
+  std::int64_t tokens = 0;                    // T
+  std::int64_t valid_tokens = 0;              // rows from here on are absent; clamped to [0, tokens]
+  std::int64_t num_sequences = 1;             // AuxLossKind::sequence only; divides tokens
+  const T* selection_bias = nullptr;          // [E] if config.selection_bias; forward only
 };
 
 template <class T>
@@ -81,8 +81,8 @@ template <class T>
 void router_forward(const RouterSpec& spec, const RouterInputs<T>& inputs, const RouterOutputs<T>& outputs,
                     void* workspace, const ParallelFor& parallel_for = serial_for);
 
-// The loss of `batch` and `global` from sums. counts: [E] and `tokens` (valid ones), both of this rank (batch) or summed
-// over all ranks (global); score_sums: [E] of this rank. 0 for tokens = 0.
+// The loss of `batch` and `global` from sums. counts: [E] and `tokens` (valid ones), both of this rank (batch) or
+// summed over all ranks (global); score_sums: [E] of this rank. 0 for tokens = 0.
 template <class T>
 T aux_loss(const RouterSpec& spec, const std::int64_t* counts, std::int64_t tokens, const T* score_sums);
 
@@ -96,10 +96,10 @@ struct RouterGradients {
   T d_z_loss = T(0);
   // For AuxLossKind::batch: counts as forward gave them and the number of valid tokens; for global: both summed over
   // all ranks. Not read for sequence (whose counts come from chosen_ids) and none.
-  const std::int64_t* counts = nullptr;      // [E]
+  const std::int64_t* counts = nullptr;  // [E]
   std::int64_t count_tokens = 0;
-  void* d_logits = nullptr;                  // [tokens, E] of inputs.logits_dtype, every element written
-  std::int64_t d_logits_stride = 0;          // elements from row to row, >= E
+  void* d_logits = nullptr;          // [tokens, E] of inputs.logits_dtype, every element written
+  std::int64_t d_logits_stride = 0;  // elements from row to row, >= E
 };
 
 // Scores are computed again from the logits. Right for weights of zero and below, too: nothing divides by a weight.

@@ -113,9 +113,8 @@ struct Units {
     return units;
   }
   MOELITH_HD std::int64_t begin(std::int64_t unit) const {
-    return units_per_sequence > 1
-               ? unit / units_per_sequence * length + unit % units_per_sequence * unit_tokens
-               : unit * sequences_per_unit * length;
+    return units_per_sequence > 1 ? unit / units_per_sequence * length + unit % units_per_sequence * unit_tokens
+                                  : unit * sequences_per_unit * length;
   }
   MOELITH_HD std::int64_t end(std::int64_t unit) const {
     if (units_per_sequence > 1) {

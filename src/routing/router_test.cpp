@@ -51,7 +51,9 @@ template <class T>
 struct Guarded {
   std::vector<T> data;
   std::size_t n;
-  explicit Guarded(std::size_t n) : data(n + canaries), n(n) { std::memset(data.data(), 0xff, data.size() * sizeof(T)); }
+  explicit Guarded(std::size_t n) : data(n + canaries), n(n) {
+    std::memset(data.data(), 0xff, data.size() * sizeof(T));
+  }
   T* get() { return data.data(); }
   std::vector<T> values() const { return {data.begin(), data.begin() + static_cast<std::ptrdiff_t>(n)}; }
   bool intact() const {
@@ -273,8 +275,7 @@ Oracle oracle(const RouterSpec& spec, const std::vector<double>& logits, const s
         if (std::isfinite(v)) exps += std::exp(v - highest);
       if (exps > 0) result.z += std::pow(highest + std::log(exps), 2);
     }
-    for (int e = 0; e < E && n > 0; ++e)
-      result.aux += config.aux_loss_coefficient * E * (f[e] / (k * n)) * (p[e] / n);
+    for (int e = 0; e < E && n > 0; ++e) result.aux += config.aux_loss_coefficient * E * (f[e] / (k * n)) * (p[e] / n);
   }
   if (config.aux_loss == AuxLossKind::none) result.aux = 0;
   result.z *= valid > 0 ? config.z_loss_coefficient / static_cast<double>(valid) : 0;
@@ -349,7 +350,8 @@ void expect_like_oracle(Call<Storage>& c, double tolerance) {
   EXPECT_EQ(c.counts, expected.counts);
   double worst = 0;
   for (std::size_t i = 0; i < c.weights.size(); ++i)
-    worst = std::max(worst, std::abs(c.weights[i] - expected.weights[i]) / std::max(1.0, std::abs(expected.weights[i])));
+    worst =
+        std::max(worst, std::abs(c.weights[i] - expected.weights[i]) / std::max(1.0, std::abs(expected.weights[i])));
   EXPECT_LE(worst, tolerance);
   if (c.spec.config.aux_loss == AuxLossKind::global || c.spec.config.aux_loss == AuxLossKind::batch) {
     for (std::int32_t e = 0; e < c.spec.num_experts; ++e)
@@ -380,8 +382,8 @@ TEST(Router, IsLikeTheOracleInFloatAndBfloat16) {
   std::uint32_t seed = 1000;
   for (const RouterSpec& spec : all_rules(16, 4)) {
     // Only choices by logits: scores differ in their last bits, and what they choose then may, too.
-    if (spec.config.kind != RouterKind::topk_softmax && (spec.config.selection_bias || spec.config.num_groups > 1)) continue;
-    if (spec.config.kind == RouterKind::topk_softmax && spec.config.num_groups > 1) continue;
+    if (spec.config.num_groups > 1 || (spec.config.kind != RouterKind::topk_softmax && spec.config.selection_bias))
+      continue;
     Call<float> c = call<float>(spec, 192, ++seed);
     c.num_sequences = 2;  // 96 tokens: more than a unit
     if (spec.config.selection_bias) c.bias.assign(c.bias.size(), 0.25);
@@ -503,11 +505,15 @@ TEST(Router, RandomNonFiniteLogits) {
   for (const RouterSpec& spec : all_rules(16, 5)) {
     Call<double> c = call<double>(spec, 24, ++seed);
     std::mt19937 generator(seed);
-    for (double& v : c.logits)
-      switch (generator() % 4) {
-        case 0: v = nan; break;
-        case 1: v = generator() % 2 ? infinity : -infinity; break;
-        default: break;
+    for (double& v : c.logits) switch (generator() % 4) {
+        case 0:
+          v = nan;
+          break;
+        case 1:
+          v = generator() % 2 ? infinity : -infinity;
+          break;
+        default:
+          break;
       }
     c.num_sequences = 4;
     expect_like_oracle(c, 1e-13);
@@ -697,53 +703,52 @@ TEST(Router, GlobalLossOfRanksAddsUpToTheBatch) {
 // Loss r . weights + a aux + b z by central differences, where no choice is close.
 TEST(Router, GradientIsThatOfFiniteDifferences) {
   std::uint32_t seed = 4000;
-  for (const RouterSpec& rule : all_rules(8, 3))
-    for (double capacity : {0.0, 1.1}) {
-      RouterSpec spec = rule;
-      spec.config.capacity_factor = capacity;
-      spec.config.drop_policy = DropPolicy::by_position;  // what is kept does not move with the logits
-      SCOPED_TRACE(name_of(spec));
-      constexpr std::int64_t tokens = 8;
-      Call<double> c = call<double>(spec, tokens, ++seed);
-      c.num_sequences = 2;
-      c.valid = 7;
-      const std::vector<double> r = normal(tokens * 3, ++seed);
-      const double a = 1.3, b = -0.7;
-      const std::vector<std::int64_t> others = {4, 0, 9, 2, 1, 7, 3, 4};
-      constexpr std::int64_t other_tokens = 10;
-      const auto loss = [&](Call<double>& at) {
-        at.forward();
-        double sum = b * at.z;
-        for (std::size_t i = 0; i < r.size(); ++i) sum += r[i] * at.weights[i];
-        if (spec.config.aux_loss == AuxLossKind::global) {
-          std::vector<std::int64_t> counts = at.counts;
-          for (int e = 0; e < 8; ++e) counts[e] += others[e];
-          sum += a * aux_loss(spec, counts.data(), at.present() + other_tokens, at.score_sums.data());
-        } else {
-          sum += a * at.aux;
-        }
-        return sum;
-      };
-      c.forward();
-      const std::vector<std::int32_t> chosen = c.chosen;
-      const bool global = spec.config.aux_loss == AuxLossKind::global;
-      c.backward(r, a, b, global ? others : std::vector<std::int64_t>{}, global ? other_tokens : 0);
-      double largest = 0;
-      for (std::size_t i = 0; i < c.logits.size(); i += 1) {
-        constexpr double step = 1e-5;
-        Call<double> moved = c;
-        moved.logits[i] = c.logits[i] + step;
-        const double above = loss(moved);
-        const bool same_above = moved.chosen == chosen;
-        moved.logits[i] = c.logits[i] - step;
-        const double below = loss(moved);
-        ASSERT_TRUE(same_above && moved.chosen == chosen) << "a choice too close for this seed";
-        ASSERT_NEAR(c.gradient[i], (above - below) / (2 * step), 1e-8) << "element " << i;
-        largest = std::max(largest, std::abs(c.gradient[i]));
+  for (const RouterSpec& rule : all_rules(8, 3)) {
+    RouterSpec spec = rule;
+    spec.config.capacity_factor = seed / 2 % 3 == 0 ? 1.1 : 0.0;
+    spec.config.drop_policy = DropPolicy::by_position;  // what is kept does not move with the logits
+    SCOPED_TRACE(name_of(spec));
+    constexpr std::int64_t tokens = 8;
+    Call<double> c = call<double>(spec, tokens, ++seed);
+    c.num_sequences = 2;
+    c.valid = 7;
+    const std::vector<double> r = normal(tokens * 3, ++seed);
+    const double a = 1.3, b = -0.7;
+    const std::vector<std::int64_t> others = {4, 0, 9, 2, 1, 7, 3, 4};
+    constexpr std::int64_t other_tokens = 10;
+    const auto loss = [&](Call<double>& at) {
+      at.forward();
+      double sum = b * at.z;
+      for (std::size_t i = 0; i < r.size(); ++i) sum += r[i] * at.weights[i];
+      if (spec.config.aux_loss == AuxLossKind::global) {
+        std::vector<std::int64_t> counts = at.counts;
+        for (int e = 0; e < 8; ++e) counts[e] += others[e];
+        sum += a * aux_loss(spec, counts.data(), at.present() + other_tokens, at.score_sums.data());
+      } else {
+        sum += a * at.aux;
       }
-      EXPECT_GT(largest, 0.01);
-      for (int e = 0; e < 8; ++e) EXPECT_EQ(c.gradient[7 * 8 + e], 0.0);  // the absent row
+      return sum;
+    };
+    c.forward();
+    const std::vector<std::int32_t> chosen = c.chosen;
+    const bool global = spec.config.aux_loss == AuxLossKind::global;
+    c.backward(r, a, b, global ? others : std::vector<std::int64_t>{}, global ? other_tokens : 0);
+    double largest = 0;
+    for (std::size_t i = 0; i < c.logits.size(); ++i) {
+      constexpr double step = 1e-5;
+      Call<double> moved = c;
+      moved.logits[i] = c.logits[i] + step;
+      const double above = loss(moved);
+      const bool same_above = moved.chosen == chosen;
+      moved.logits[i] = c.logits[i] - step;
+      const double below = loss(moved);
+      ASSERT_TRUE(same_above && moved.chosen == chosen) << "a choice too close for this seed";
+      ASSERT_NEAR(c.gradient[i], (above - below) / (2 * step), 1e-8) << "element " << i;
+      largest = std::max(largest, std::abs(c.gradient[i]));
     }
+    EXPECT_GT(largest, 0.01);
+    for (int e = 0; e < 8; ++e) EXPECT_EQ(c.gradient[7 * 8 + e], 0.0);  // the absent row
+  }
 }
 
 TEST(Router, GradientInFloatIsNearDouble) {
@@ -838,8 +843,9 @@ TEST(Router, DroppedSlotsStayInTheDenominator) {
 
 TEST(Router, E5_SameBitsRunToRunAndForAnyThreads) {
   std::uint32_t seed = 6000;
-  for (const RouterSpec& rule : all_rules(40, 4)) {
-    RouterSpec spec = rule;
+  const std::vector<RouterSpec> rules = all_rules(40, 4);
+  for (std::size_t i = 0; i < rules.size(); i += 5) {  // 5 has no factor in common with the lists that rules come from
+    RouterSpec spec = rules[i];
     spec.config.capacity_factor = seed % 2 ? 1.0 : 0.0;
     Call<float> first = call<float>(spec, 300, ++seed);
     first.num_sequences = seed % 3 == 0 ? 3 : 60;

@@ -12,9 +12,7 @@ namespace {
 
 // Routes of one chunk: enough that counting them outweighs a row of counters, and at most 64 chunks in all, so that the
 // counters stay small beside the routes.
-std::int64_t chunk_length(std::int64_t routes) {
-  return std::max<std::int64_t>(4096, (routes + 63) / 64);
-}
+std::int64_t chunk_length(std::int64_t routes) { return std::max<std::int64_t>(4096, (routes + 63) / 64); }
 
 std::int64_t chunk_count(std::int64_t routes) {
   const std::int64_t length = chunk_length(routes);
@@ -32,8 +30,8 @@ void sort_routes(const std::int32_t* topk_ids, std::int64_t tokens, std::int32_t
                  std::int64_t* offsets, Route* routes, void* workspace, const ParallelFor& parallel_for) {
   const std::int64_t total = tokens * top_k;
   if (total > static_cast<std::int64_t>(std::numeric_limits<Route>::max()))
-    throw Error(Status::invalid_argument, "T * top_k is " + std::to_string(total) +
-                                              "; route ids of 32 bits take at most 2147483647");
+    throw Error(Status::invalid_argument,
+                "T * top_k is " + std::to_string(total) + "; route ids of 32 bits take at most 2147483647");
   const std::int64_t length = chunk_length(total), chunks = chunk_count(total);
   std::int64_t* next = static_cast<std::int64_t*>(workspace);  // [chunks, E]: counts, then where the next route goes
   parallel_for(chunks, [&](std::int64_t begin, std::int64_t end) {
