@@ -293,7 +293,7 @@ def resume(folder: Path, config: Config, saved: Path, device: torch.device) -> R
 
 def finish(run: Run) -> None:
     """Pictures, and what came out of it."""
-    drawn = pictures.draw(run.folder, run.config.unigram_entropy)
+    drawn = pictures.draw(run.folder)
     rows = pictures.read_log(run.folder / "log.jsonl")
     held_out = [r["held_out_bits_per_byte"] for r in rows if "held_out_bits_per_byte" in r]
     if held_out and run.step >= run.config.steps:

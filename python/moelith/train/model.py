@@ -32,7 +32,7 @@ class Preset:
     log_every: int = 10
     eval_every: int = 100
     save_every: int = 200
-    balance_rate: float = 0.003    # of the selection bias, which alone evens out the load over a batch
+    balance_rate: float = 0.01     # of the selection bias, which alone evens out the load over a batch
     aux_loss_coefficient: float = 1e-4  # of the mean over sequences of their own imbalance
 
 

@@ -3,6 +3,7 @@
     python -m moelith.train.pictures runs/NAME    # draws them again
 """
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 from matplotlib.colors import LogNorm  # noqa: E402
+from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 from .log import read_log  # noqa: E402
 
@@ -25,7 +27,7 @@ STYLE = {
 BLUE, ORANGE, GREY = "#2563a8", "#d9622b", "#777777"
 
 
-def draw_loss(rows: list[dict], unigram_entropy: float | None, path: Path) -> None:
+def draw_loss(rows: list[dict], unigram_entropy: float, path: Path) -> None:
     """Training and held-out loss in bits per byte over steps, with the entropy of single bytes as the mark to beat."""
     steps = [r["step"] for r in rows if r["loss"] is not None]
     losses = [r["loss"] / math.log(2) for r in rows if r["loss"] is not None]
@@ -37,14 +39,14 @@ def draw_loss(rows: list[dict], unigram_entropy: float | None, path: Path) -> No
         x, y = evaluated[-1]
         axes.annotate(f"{y:.2f}", (x, y), xytext=(7, 0), textcoords="offset points", color=ORANGE, va="center",
                       fontweight="bold", annotation_clip=False)
-    if unigram_entropy is not None:
-        axes.axhline(unigram_entropy, color=GREY, linewidth=1.1, linestyle=(0, (5, 4)))
-        axes.annotate(f"entropy of single bytes: {unigram_entropy:.2f}", (0.995, unigram_entropy),
-                      xycoords=("axes fraction", "data"), xytext=(0, 4), textcoords="offset points", ha="right",
-                      color=GREY, fontsize=10)
-    top = max([*losses, unigram_entropy or 0.0], default=8.0)
+    axes.axhline(unigram_entropy, color=GREY, linewidth=1.1, linestyle=(0, (5, 4)))
+    axes.annotate(f"entropy of single bytes: {unigram_entropy:.2f}", (0.995, unigram_entropy),
+                  xycoords=("axes fraction", "data"), xytext=(0, 4), textcoords="offset points", ha="right",
+                  color=GREY, fontsize=10)
+    top = max([*losses, unigram_entropy])
     axes.set(xlabel="step", ylabel="bits per byte", title="Loss", ylim=(0, top * 1.06))
     axes.set_xlim(0, max(steps, default=1) * 1.01)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.legend(frameon=False, loc="lower left")
@@ -72,6 +74,7 @@ def draw_expert_load(rows: list[dict], path: Path) -> None:
                      xytext=(0, 3), textcoords="offset points", ha="right", fontsize=9, color=GREY)
     axes[0, 0].set_title("Expert load over time")
     axes[-1, 0].set_xlabel("step")
+    axes[-1, 0].xaxis.set_major_locator(MaxNLocator(integer=True))
     bar = figure.colorbar(mesh, ax=axes[:, 0].tolist(), shrink=min(1.0, 2.2 / len(shown) + 0.3), pad=0.02)
     bar.set_ticks([0.25, 0.5, 1, 2, 4], labels=["≤ ¼ ×", "½ ×", "even", "2 ×", "≥ 4 ×"])
     bar.ax.minorticks_off()
@@ -80,9 +83,10 @@ def draw_expert_load(rows: list[dict], path: Path) -> None:
     plt.close(figure)
 
 
-def draw(run: Path, unigram_entropy: float | None = None) -> list[Path]:
-    """Draws what the log has rows for; returns the files."""
+def draw(run: Path) -> list[Path]:
+    """Draws what the log of a run has rows for; returns the files."""
     rows = read_log(run / "log.jsonl")
+    unigram_entropy = json.loads((run / "config.json").read_text(encoding="utf-8"))["unigram_entropy"]
     with plt.rc_context(STYLE):
         pictures = []
         if rows:
