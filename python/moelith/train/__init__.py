@@ -2,7 +2,7 @@
 
     python -m moelith.train          # options: --help; each is an environment variable too (DATA, STEPS, RESUME, ...)
 
-data.py reads text, model.py holds the model and its sizes, optimizer.py the parameter update, loop.py the training loop,
-checkpoint.py the files to resume from, log.py the log, pictures.py what is drawn from it, clock.py the time inside the
-MoE layers.
+data.py reads text, model.py holds the model and its sizes, optimizer.py the parameter update, loop.py the training
+loop, checkpoint.py the files to resume from, log.py the log, pictures.py what is drawn from it, clock.py the time
+inside the MoE layers.
 """

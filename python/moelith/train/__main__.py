@@ -36,8 +36,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--preset", default=variable("PRESET"), help="model size: tiny, small, base, large (PRESET; default: tiny)")
     add("--name", default=variable("NAME"), help="of the run and its folder (NAME; default: the preset's)")
     add("--device", default=variable("DEVICE"), help="cpu or cuda (DEVICE; default: cpu)")
-    add("--dtype", default=variable("DTYPE"), help="storage of weights and activations: fp32 or bf16, both with float32 "
-        "accumulation and master weights (DTYPE; default: fp32 on a CPU, bf16 on a GPU)")
+    add("--dtype", default=variable("DTYPE"), help="storage of weights and activations: fp32 or bf16, both with "
+        "float32 accumulation and master weights (DTYPE; default: fp32 on a CPU, bf16 on a GPU)")
     add("--seed", default=variable("SEED"), help="of weights and data order (SEED; default: 0)")
     add("--threads", default=variable("THREADS"), help="CPU threads (THREADS; default: all that may be used)")
     add("--runs", default=variable("RUNS") or "runs", help="folder of all runs (RUNS; default: runs)")
@@ -113,8 +113,8 @@ def run(arguments: list[str]) -> int:
                                    ("DTYPE", dtype, config.dtype), ("SEED", seed, config.seed),
                                    ("--set", changed(config.preset, options.set), config.preset)):
             if given is not None and given != there:
-                raise TrainError(f"{what}: {given}, but the run to resume has {there}; leave it out, or start a new run "
-                                 "under another NAME")
+                raise TrainError(f"{what}: {given}, but the run to resume has {there}; leave it out, or start a new "
+                                 "run under another NAME")
         config = dataclasses.replace(config, steps=steps or config.steps, threads=threads or config.threads)
         job = loop.resume(folder, config, saved, device)
         print(f"resumed {saved} at step {job.step}")

@@ -1,7 +1,8 @@
 """Checkpoints: all that a run needs to go on as if it had never stopped.
 
     RUN/checkpoint-00000200/model.safetensors      the model's state_dict
-                            optimizer.safetensors  AdamW's state, "optimizer.<parameter>.<what>", and random number states
+                            optimizer.safetensors  AdamW's state, "optimizer.<parameter>.<what>", and the states of
+                                                   the random number generators
                             state.json             step, data position, and the run's configuration
 
 A checkpoint is written into a folder of another name, made durable, and renamed: a folder with its final name is whole.
@@ -46,13 +47,13 @@ def _fill(folder: Path, state: State, model: torch.nn.Module, optimizer) -> None
         save_file({k: t.detach().contiguous() for k, t in tensors.items()}, path)
         with open(path, "rb+") as file:
             os.fsync(file.fileno())
-    text = json.dumps({"format": FORMAT, "step": state.step, "position": state.position, "config": state.config}, indent=1)
-    write_whole(folder / "state.json", text.encode())
+    content = {"format": FORMAT, "step": state.step, "position": state.position, "config": state.config}
+    write_whole(folder / "state.json", json.dumps(content, indent=1).encode())
 
 
 def save(run: Path, state: State, model: torch.nn.Module, optimizer) -> Path:
-    """Writes the checkpoint of a step, unless it is there, and deletes older ones. Raises TrainError if that fails; the former one is then
-    untouched."""
+    """Writes the checkpoint of a step, unless it is there, and deletes older ones. Raises TrainError if that
+    fails; the former one is then untouched."""
     final = run / f"checkpoint-{state.step:08d}"
     if final.exists():
         return final
@@ -94,12 +95,13 @@ def read_state(folder: Path) -> State:
 
 
 def load_tensors(folder: Path, model: torch.nn.Module, optimizer) -> None:
-    """Puts a checkpoint's tensors into the model, the optimizer and the random number generators. Raises TrainError if a
-    file is damaged or belongs to another model."""
+    """Puts a checkpoint's tensors into the model, the optimizer and the random number generators. Raises TrainError if
+    a file is damaged or belongs to another model."""
     try:
         model.load_state_dict(load_file(folder / "model.safetensors"))
         tensors = load_file(folder / "optimizer.safetensors")
-        optimizer.load_state({k.removeprefix("optimizer."): t for k, t in tensors.items() if k.startswith("optimizer.")})
+        prefix = "optimizer."
+        optimizer.load_state({k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)})
         torch.set_rng_state(tensors["random.cpu"])
         if "random.cuda" in tensors and torch.cuda.is_available():
             torch.cuda.set_rng_state(tensors["random.cuda"])

@@ -178,8 +178,8 @@ def split(data: bytes, context: int) -> tuple[np.ndarray, np.ndarray]:
     block = max(window, min(BLOCK_BYTES, len(data) // (2 * HELD_OUT_SHARE)))
     blocks = len(data) // block
     if blocks < 2:
-        raise TrainError(f"DATA: {len(data)} bytes of text are too few: a context of {context} bytes needs {2 * window} "
-                         "(one window to train on and one to hold out).")
+        raise TrainError(f"DATA: {len(data)} bytes of text are too few: a context of {context} bytes needs "
+                         f"{2 * window} (one window to train on and one to hold out).")
     held_out = max(1, min(blocks // HELD_OUT_SHARE, HELD_OUT_BYTES // block))
     mask = np.zeros(len(data), dtype=bool)
     for i in range(held_out):
@@ -197,7 +197,7 @@ def unigram_entropy(data: np.ndarray) -> float:
 
 
 class Windows:
-    """Training windows of context + 1 bytes in an order that a seed fixes: epoch after epoch, each window once an epoch.
+    """Training windows of context + 1 bytes in an order that a seed fixes: epoch after epoch, each window once in each.
 
     The position is one number, so a resumed run reads on where the stopped one was. Each epoch cuts the text at
     another offset.

@@ -51,7 +51,7 @@ class Config:
 
 class StopRequest:
     """Ctrl-C or SIGTERM ends the loop after the step at hand; another one later ends the program at once. (One stop may
-    come as several signals, from make, its process group and a terminal, so those right after the first do not count.)"""
+    come as several signals, from make, its process group and a terminal: those right after the first do not count.)"""
 
     def __init__(self):
         self.signal = None

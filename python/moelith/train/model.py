@@ -72,8 +72,8 @@ def make_moe(preset: Preset, workers: int) -> moelith.MoE:
 
 
 def rotary_table(context: int, size: int) -> torch.Tensor:
-    """Rotary position embedding (RoPE, arXiv 2104.09864): angles of context positions, [2, context, size / 2] of cos and
-    sin."""
+    """Rotary position embedding (RoPE, arXiv 2104.09864): cos and sin of the angles of each position,
+    float32 [2, context, size / 2]."""
     frequency = 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
     angle = torch.outer(torch.arange(context, dtype=torch.float64), frequency)
     return torch.stack((angle.cos(), angle.sin())).float()
@@ -140,7 +140,7 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def _initialize(self, preset: Preset) -> None:
-        """Normal with variance 1 / fan-in; what is added to the residual stream is smaller the more layers add to it."""
+        """Normal with variance 1 / fan-in; what is added to the residual stream is smaller the more layers do so."""
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
                 continue
@@ -175,4 +175,5 @@ class LanguageModel(nn.Module):
 
     def expert_parameters(self) -> list[nn.Parameter]:
         """Of routed and shared experts: those whose gradients a moelith.MoE can add to a float32 main gradient."""
-        return [p for block in self.blocks for name, p in block.moe.named_parameters() if not name.startswith("router.")]
+        return [parameter for block in self.blocks for name, parameter in block.moe.named_parameters()
+                if not name.startswith("router.")]
