@@ -39,7 +39,7 @@ class Preset:
 PRESETS = {
     # Minutes on two cores.
     "tiny": Preset(hidden_size=128, layers=4, heads=4, num_experts=16, top_k=2, intermediate_size=128,
-                   shared_intermediate_size=128, context=256, batch=16, steps=600, learning_rate=4e-3),
+                   shared_intermediate_size=128, context=256, batch=16, steps=500, learning_rate=4e-3),
     # An hour or two on a desktop machine.
     "small": Preset(hidden_size=256, layers=6, heads=4, num_experts=32, top_k=4, intermediate_size=128,
                     shared_intermediate_size=256, context=512, batch=16, steps=3000, learning_rate=2e-3,
