@@ -472,6 +472,9 @@ TEST(Router, R1_NotANumberLeavesIdsDistinctAndOtherRowsAlone) {
       for (int e = 0; e < 8; ++e) EXPECT_EQ(c.gradient[e], 0.0f);
       EXPECT_EQ(c.gradient[8 + 3], 0.0f);
       for (float g : c.gradient) EXPECT_TRUE(std::isfinite(g));
+      c.backward({5.0, 6.0, 1.0, -2.0, 1.0, -2.0}, 0, nan);
+      EXPECT_EQ(c.gradient[8 + 3], 0.0f);  // whatever comes from above
+      EXPECT_TRUE(std::isnan(c.gradient[8 + 4]));
       c.backward({5.0, 6.0, 1.0, -2.0, 1.0, -2.0}, 0, 0);
       EXPECT_EQ(std::memcmp(&c.gradient[16], clean.gradient.data(), 8 * sizeof(float)), 0);
     }
