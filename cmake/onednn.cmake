@@ -1,0 +1,18 @@
+# oneDNN, a rival in benchmarks only: the target `moelith_onednn`, which defines MOELITH_HAVE_ONEDNN=1, where version 2 is
+# installed. Its CMake package is not asked, since that wants OpenCL's headers and fails without them.
+find_path(ONEDNN_INCLUDE_DIR dnnl.hpp)
+find_library(ONEDNN_LIBRARY dnnl)
+if(ONEDNN_INCLUDE_DIR AND ONEDNN_LIBRARY AND NOT MOELITH_SANITIZE)
+  set(version_header ${ONEDNN_INCLUDE_DIR}/oneapi/dnnl/dnnl_version.h)
+  if(EXISTS ${version_header})
+    file(STRINGS ${version_header} onednn_major REGEX "define DNNL_VERSION_MAJOR +2")
+  endif()
+  if(onednn_major)
+    add_library(moelith_onednn INTERFACE)
+    target_link_libraries(moelith_onednn INTERFACE ${ONEDNN_LIBRARY})
+    target_include_directories(moelith_onednn SYSTEM INTERFACE ${ONEDNN_INCLUDE_DIR})
+    target_compile_definitions(moelith_onednn INTERFACE MOELITH_HAVE_ONEDNN=1)
+  else()
+    message(STATUS "oneDNN is left out: only version 2 is supported")
+  endif()
+endif()
