@@ -120,14 +120,14 @@ MOELITH_HD bool for_each_wait(const Pass& pass, const CounterMap& map, const Til
       return sizes.direction == Direction::backward || dispatched_rows();
     case Stage::down: return block_done(map.gate_up_done, sizes.gate_up_tiles(tile.expert));
     case Stage::down_dgrad: return dispatched_rows() && (!sizes.recompute || block_done(map.gate_up_done, sizes.gate_up_tiles(tile.expert)));
-    case Stage::gate_up_dgrad: return block_done(map.down_dgrad_done, sizes.intermediate_tiles(tile.expert));
+    case Stage::gate_up_dgrad: return block_done(map.down_dgrad_done, sizes.down_dgrad_tiles(tile.expert));
     case Stage::gate_up_wgrad:
     case Stage::down_wgrad:
     case Stage::gate_up_bias_grad:
     case Stage::down_bias_grad: {
       const std::int64_t blocks = ceil_div(pass.expert_rows(tile.expert).size(), sizes.tile.row_block);
       return blocks == 0 || local(map.down_dgrad_done + block_index(pass, tile.expert, 0), blocks,
-                                  sizes.intermediate_tiles(tile.expert));
+                                  sizes.down_dgrad_tiles(tile.expert));
     }
     case Stage::combine: {
       const std::int64_t blocks = arriving_blocks(pass);
@@ -135,10 +135,10 @@ MOELITH_HD bool for_each_wait(const Pass& pass, const CounterMap& map, const Til
       if (rows && !wait(Wait{CounterArray::arrivals, map.rows_arrived + tile.column_block, 1, blocks, -1})) return false;
       if (sizes.direction == Direction::backward && tile.column_block == 0) {
         // Every block of every expert raises it once per column tile of its width.
-        std::int64_t target = *pass.layout.arrivals * ceil_div(sizes.intermediate_size, sizes.tile.columns);
+        std::int64_t target = *pass.layout.arrivals * ceil_div(sizes.intermediate_size, sizes.down_dgrad_columns());
         for (std::int32_t s = 0; s < sizes.shared_experts; ++s) {
           target += ceil_div(*pass.layout.valid_tokens, sizes.tile.row_block) *
-                    sizes.intermediate_tiles(sizes.local_experts + s);
+                    sizes.down_dgrad_tiles(sizes.local_experts + s);
         }
         return wait(Wait{CounterArray::arrivals, map.dprob_arrived, 1, target, -1});
       }

@@ -24,6 +24,7 @@ MOELITH_HD constexpr std::int64_t quotient(std::int64_t a, std::int64_t b) {
 #if defined(__CUDA_ARCH__)
   if (((a | b) >> 31) == 0) return static_cast<std::uint32_t>(a) / static_cast<std::uint32_t>(b);
   std::uint64_t rest = 0, result = 0;  // bit by bit: rare, and a tenth of the code
+#pragma unroll 1
   for (int bit = 62; bit >= 0; --bit) {
     rest = rest << 1 | (a >> bit & 1);
     result <<= 1;
@@ -46,7 +47,8 @@ struct TileShape {
   std::int32_t row_block = 128;      // rows of a GEMM tile
   std::int32_t columns = 128;        // output columns of a GEMM tile: of I in gate_up and down_dgrad (a multiple of 64,
                                      // so that dprob's groups are never cut), of H in down and gate_up_dgrad
-  std::int32_t gate_up = 0;          // columns of I in gate_up where that tile is narrower; 0: as `columns`
+  std::int32_t gate_up = 0;          // columns of I in gate_up, and in down_dgrad (a multiple of 64), where those tiles
+  std::int32_t down_dgrad = 0;       // are narrower; 0: as `columns`
   std::int32_t wgrad_rows = 128;     // rows and columns of a weight gradient tile
   std::int32_t wgrad_columns = 128;
   std::int32_t token_block = 64;     // tokens of a combine tile
@@ -82,7 +84,8 @@ struct Sizes {
     return is_shared(slot) ? shared_intermediate_size[slot - local_experts] : intermediate_size;
   }
   // Column tiles of a stage whose output has I columns (I of that expert), or H.
-  MOELITH_HD std::int64_t intermediate_tiles(std::int32_t slot) const { return ceil_div(width(slot), tile.columns); }
+  MOELITH_HD std::int32_t down_dgrad_columns() const { return tile.down_dgrad > 0 ? tile.down_dgrad : tile.columns; }
+  MOELITH_HD std::int64_t down_dgrad_tiles(std::int32_t slot) const { return ceil_div(width(slot), down_dgrad_columns()); }
   MOELITH_HD std::int32_t gate_up_columns() const { return tile.gate_up > 0 ? tile.gate_up : tile.columns; }
   MOELITH_HD std::int64_t gate_up_tiles(std::int32_t slot) const { return ceil_div(width(slot), gate_up_columns()); }
   MOELITH_HD std::int64_t hidden_tiles() const { return ceil_div(hidden_size, tile.columns); }

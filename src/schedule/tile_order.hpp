@@ -73,7 +73,7 @@ MOELITH_HD inline Pipeline pipeline_of(const Pass& pass, std::int32_t slot) {
   p.stage[0] = Stage::gate_up;
   p.columns[0] = forward || sizes.recompute ? sizes.gate_up_tiles(slot) : 0;
   p.stage[1] = forward ? Stage::down : Stage::down_dgrad;
-  p.columns[1] = forward ? sizes.hidden_tiles() : sizes.intermediate_tiles(slot);
+  p.columns[1] = forward ? sizes.hidden_tiles() : sizes.down_dgrad_tiles(slot);
   p.stage[2] = Stage::gate_up_dgrad;
   p.columns[2] = !forward && sizes.want_dx ? sizes.hidden_tiles() : 0;
   return p;

@@ -54,10 +54,9 @@ struct PassError {
 
 // What one computing warpgroup did with one tile.
 struct TileEvent {
-  std::uint64_t begin_ns;      // when it began to look for the tile
-  std::uint32_t wait_cycles;   // until the tile was there,
-  std::uint32_t turn_cycles;   // then until it could multiply,
-  std::uint32_t multiply_cycles, write_cycles;
+  std::uint64_t end_ns;        // when it was done
+  std::uint32_t wait_cycles;   // from the tile before it until this one was there,
+  std::uint32_t multiply_cycles, write_cycles;  // waiting for the other warpgroup's products included
   std::int32_t stage, expert, row_block, column_block;
 };
 

@@ -59,22 +59,33 @@ __device__ inline void add_bias(Sums<N>& sums, const bf16* bias, std::int64_t co
   }
 }
 
-// 8-column groups First .. First + 2 Pairs - 1 of block M, rounded to bfloat16, into 16-byte pieces `piece` and following
-// of the warp's rows. Piece c of row r lies at r * 128 + ((c ^ (r & 7)) * 16).
-template <int N, int M, int First, int Pairs>
-__device__ inline void deposit_rounded(const Sums<N>& sums, std::uint32_t staging, int piece, int lane) {
+// Sums rounded to bfloat16: half the registers. Word 2 g + h of a block: columns of 8-column group g, rows 8 h below.
+template <int N>
+struct RoundedSums {
+  std::uint32_t word[2][N / 4];
+
+  __device__ explicit RoundedSums(const Sums<N>& sums) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int i = 0; i < N / 4; ++i) {
+        word[m][i] = pack_bfloat16(sums.value[m][2 * i], sums.value[m][2 * i + 1]);
+        asm volatile("" : "+r"(word[m][i]));  // here, and not where it is used
+      }
+    }
+  }
+};
+
+// 8-column groups First .. First + 2 Pairs - 1 of block M into 16-byte pieces `piece` and following of the warp's rows.
+// Piece c of row r lies at r * 128 + ((c ^ (r & 7)) * 16).
+template <int M, int First, int Pairs, int N>
+__device__ inline void deposit_rounded(const RoundedSums<N>& sums, std::uint32_t staging, int piece, int lane) {
   const int row = (lane % 8) + (lane / 8 % 2) * 8;
 #pragma unroll
   for (int pair = 0; pair < Pairs; ++pair) {
     const int c = piece + 2 * pair + lane / 16;
-    std::uint32_t packed[4];
-#pragma unroll
-    for (int g = 0; g < 2; ++g) {
-      const float* v = sums.value[M] + (First + 2 * pair + g) * 4;
-      packed[2 * g] = pack_bfloat16(v[0], v[1]);
-      packed[2 * g + 1] = pack_bfloat16(v[2], v[3]);
-    }
-    store_matrices(staging + row * 128 + ((c ^ (row & 7)) << 4), packed[0], packed[1], packed[2], packed[3]);
+    const std::uint32_t* w = sums.word[M] + (First + 2 * pair) * 2;
+    store_matrices(staging + row * 128 + ((c ^ (row & 7)) << 4), w[0], w[1], w[2], w[3]);
   }
 }
 __device__ inline uint4 staged_piece(std::uint32_t staging, int row, int piece) {
@@ -104,7 +115,37 @@ __device__ inline void staged_floats(std::uint32_t staging, int row, int octet, 
 struct Warp {
   int index, lane;        // in the warpgroup
   std::uint32_t staging;  // its 2 KiB
+
+  template <class Memory>
+  __device__ static Warp now(Memory& shared) {
+    const int thread = thread_now() - consumer_threads;
+    return {thread / 32 % 4, thread % 32, shared_address(shared.staging[thread / 32])};
+  }
 };
+
+// Writes rounded sums 64 columns at a time: row r of the tile to `place(r)`, where its first column goes. `columns`: how many
+// columns of the tile exist.
+template <int N, class Place>
+__device__ inline void store_rounded(const RoundedSums<N>& sums, int rows, int columns, const Warp& warp, Place&& place) {
+  constexpr int slabs = N / 64;
+  const int steps = (rows > 64 ? 2 : 1) * slabs, lane = warp.lane, piece = lane % 8;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    with_constant<2 * slabs>(step, [&](auto constant) {
+      constexpr int m = constant.value / slabs, slab = constant.value % slabs;
+      deposit_rounded<m, slab * 8, 4>(sums, warp.staging, 0, lane);
+    });
+    __syncwarp();
+    const int first_row = step / slabs * 64 + warp.index * 16, column = step % slabs * 64 + piece * 8;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int r = lane / 8 + 4 * i, row = first_row + r;
+      const uint4 v = staged_piece(warp.staging, r, piece);
+      if (row < rows && column < columns) store_16(place(row) + column, v);
+    }
+    __syncwarp();
+  }
+}
 
 // --- down, gate_up_dgrad: rows to their slots ------------------------------------------------------------------------
 
@@ -112,26 +153,9 @@ struct Warp {
 template <int N>
 __device__ inline void rows_to_slots(Sums<N>& sums, const Work& work, const bf16* bias, bf16* slots, std::int64_t hidden,
                                      const Warp& warp) {
-  constexpr int slabs = N / 64;
-  const int steps = (work.rows > 64 ? 2 : 1) * slabs, lane = warp.lane;
-  if (bias) add_bias<N, 0, N / 8>(sums, bias + work.column, hidden - work.column, lane);
-#pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
-    with_constant<2 * slabs>(step, [&](auto constant) {
-      constexpr int m = constant.value / slabs, slab = constant.value % slabs;
-      deposit_rounded<N, m, slab * 8, 4>(sums, warp.staging, 0, lane);
-    });
-    __syncwarp();
-    const int first_row = step / slabs * 64 + warp.index * 16, piece = lane % 8;
-    const std::int64_t column = work.column + step % slabs * 64 + piece * 8;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int r = lane / 8 + 4 * i, row = first_row + r;
-      const uint4 v = staged_piece(warp.staging, r, piece);
-      if (row < work.rows && column < hidden) store_16(slots + std::int64_t(work.row_index[row]) * hidden + column, v);
-    }
-    __syncwarp();
-  }
+  if (bias) add_bias<N, 0, N / 8>(sums, bias + work.column, hidden - work.column, warp.lane);
+  store_rounded(RoundedSums<N>(sums), work.rows, static_cast<int>(hidden - work.column), warp,
+                [&](int row) { return slots + work.row_index[row] * hidden + work.column; });
 }
 
 // --- gate_up ---------------------------------------------------------------------------------------------------------
@@ -153,12 +177,13 @@ __device__ inline void activate_rows(const PassData& data, Sums<N>& sums, const 
     add_bias<N, 0, N / 16>(sums, bias, width - work.column, lane);
     add_bias<N, N / 16, N / 16>(sums, bias + second, width - work.column - (gated ? 0 : N / 2), lane);
   }
+  const RoundedSums<N> rounded(sums);
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     with_constant<2 * slabs>(step, [&](auto constant) {
       constexpr int m = constant.value / slabs, slab = constant.value % slabs;
-      deposit_rounded<N, m, slab * 4, 2>(sums, warp.staging, 0, lane);
-      deposit_rounded<N, m, N / 16 + slab * 4, 2>(sums, warp.staging, 4, lane);
+      deposit_rounded<m, slab * 4, 2>(rounded, warp.staging, 0, lane);
+      deposit_rounded<m, N / 16 + slab * 4, 2>(rounded, warp.staging, 4, lane);
     });
     __syncwarp();
     const int first_row = step / slabs * 64 + warp.index * 16, octet = lane % 4;
@@ -325,27 +350,29 @@ __device__ inline void store_gradient(const GradientTarget& target, std::int64_t
 template <int N>
 __device__ inline void store_weight_gradient(const Sums<N>& sums, const Work& work, const GradientTarget& target, std::int64_t m,
                                              std::int64_t n, const Warp& warp) {
+  if (!target.data || (work.sum_rows == 0 && target.accumulate)) return;
+  const std::int64_t first = (work.expert * m + work.output_row) * n + work.column;
+  const int rows = work.rows, columns = static_cast<int>(n - work.column);
+  if (!target.is_float && !target.accumulate) {
+    bf16* out = static_cast<bf16*>(target.data) + first;
+    store_rounded(RoundedSums<N>(sums), rows, columns, warp, [&](int row) { return out + row * n; });
+    return;
+  }
   constexpr int slabs = N / 32;
-  const bool empty = work.sum_rows == 0;
-  if (!target.data || (empty && target.accumulate)) return;
-  const int steps = (work.rows > 64 ? 2 : 1) * slabs, lane = warp.lane, octet = lane % 4;
+  const int steps = (rows > 64 ? 2 : 1) * slabs, lane = warp.lane, octet = lane % 4;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     with_constant<2 * slabs>(step, [&](auto constant) {
       deposit_float<N, constant.value / slabs, constant.value % slabs * 4>(sums, warp.staging, lane);
     });
     __syncwarp();
-    const std::int64_t column = work.column + step % slabs * 32 + octet * 8;
-#pragma unroll
+    const int column = step % slabs * 32 + octet * 8;
+#pragma unroll 1
     for (int i = 0; i < 2; ++i) {
       const int r = lane / 4 + 8 * i, row = step / slabs * 64 + warp.index * 16 + r;
       float f[8];
       staged_floats(warp.staging, r, octet, f);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) f[j] = empty ? 0.0f : f[j];
-      if (row < work.rows && column < n) {
-        store_gradient(target, (work.expert * m + work.output_row + row) * n + column, f);
-      }
+      if (row < rows && column < columns) store_gradient(target, first + row * n + column, f);
     }
     __syncwarp();
   }

@@ -31,74 +31,85 @@ __device__ inline void raise_signals(const Parameters& p, const Work& work) {
 }
 
 template <Direction Pass, int N>
-__device__ inline void compute_tiles(const Parameters& p, SharedMemory<N>& shared, int group, int thread) {
+__device__ inline void compute_tiles(const Parameters& p, SharedMemory<N>& shared, int group) {
   using Shape = BlockShape<N>;
   const PassData& data = p.data;
   __builtin_assume(data.pass.sizes.ranks == 1);
   const std::int64_t hidden = data.pass.sizes.hidden_size;
-  const int lane = thread % 32;
-  const Warp warp{thread / 32, lane, shared_address(shared.staging[group * 4 + thread / 32])};
   if (group == 1) named_barrier_arrive(barrier_turn, 2 * consumer_threads);  // the first turn is warpgroup 0's
   RingPosition<Shape::works> position(group);
   std::int32_t event = 0;
+  std::uint32_t* moment = shared.moment[group];
+  auto note = [&](int i) {
+    if (data.trace && thread_now() % 128 == 0) moment[i] = cycles();
+  };
   while (true) {
-    const std::uint32_t looked = cycles();
-    const unsigned long long looked_ns = data.trace ? global_time() : 0;
+    note(0);
     barrier_wait(shared_address(&shared.work_full[position.slot]), position.parity);
     const Work& work = shared.work[position.slot];
     if (work.last) break;
-    const Stage stage = work.stage;
+    note(1);
+    const int rows = work.rows, k_steps = work.k_steps;
     const std::uint32_t first_step = work.first_step;
-    const int k_steps = work.k_steps, rows = work.rows;
+    const Stage stage = work.stage;
+    // One stage after the other has its own sums, so that none is alive across another's.
+    const int my_turn = barrier_turn + group, your_turn = barrier_turn + 1 - group;
+    auto multiplied = [&](auto& sums, auto a, auto b, bool gathered) {
+      multiply<a.value, b.value>(shared, sums, rows, first_step, k_steps, gathered, my_turn, your_turn);
+      note(2);
+    };
+    auto pass_turn = [&] {
+      named_barrier_sync(my_turn, 2 * consumer_threads);
+      named_barrier_arrive(your_turn, 2 * consumer_threads);
+      note(2);
+    };
+    constexpr std::integral_constant<Major, Major::k> along_k;
+    constexpr std::integral_constant<Major, Major::mn> along_mn;
     const ExpertGroup& tensors = data.groups[work.group];
-
-    const std::uint32_t found = cycles();
-    Sums<N> sums;
-    sums.clear();
-    named_barrier_sync(barrier_turn + group, 2 * consumer_threads);
-    const std::uint32_t began = cycles();
-    if constexpr (Pass == Direction::forward) {
-      if (k_steps > 0) multiply<N, Major::k, Major::k>(shared, sums, rows, first_step, k_steps, lane);
-    } else {
-      if (stage == Stage::down_dgrad || stage == Stage::gate_up_dgrad) {
-        multiply<N, Major::k, Major::mn>(shared, sums, rows, first_step, k_steps, lane);
-      } else if (stage == Stage::gate_up) {
-        multiply<N, Major::k, Major::k>(shared, sums, rows, first_step, k_steps, lane);
-      } else if (k_steps > 0) {
-        multiply<N, Major::mn, Major::mn>(shared, sums, rows, first_step, k_steps, lane);
-      }
-    }
-    named_barrier_arrive(barrier_turn + 1 - group, 2 * consumer_threads);
-    const std::uint32_t multiplied = cycles();
-
     if (stage == Stage::combine) {
-      combine(data, work, data.pass.sizes.tile.columns, thread);
+      pass_turn();
+      combine(data, work, data.pass.sizes.tile.columns, thread_now() % 128);
     } else if (stage == Stage::gate_up) {
-      activate_rows<N>(data, sums, work, warp);
-    } else if (stage == (Pass == Direction::forward ? Stage::down : Stage::gate_up_dgrad)) {
-      const bf16* bias =
-          Pass == Direction::forward && tensors.down_bias ? tensors.down_bias + work.expert * hidden : nullptr;
-      rows_to_slots<N>(sums, work, bias, tensors.slots, hidden, warp);
+      Sums<N> sums;
+      multiplied(sums, along_k, along_k, true);
+      activate_rows<N>(data, sums, work, Warp::now(shared));
+    } else if (stage == Stage::down && Pass == Direction::forward) {
+      Sums<N> sums;
+      multiplied(sums, along_k, along_k, false);
+      rows_to_slots<N>(sums, work, tensors.down_bias ? tensors.down_bias + work.expert * hidden : nullptr, tensors.slots, hidden, Warp::now(shared));
     } else if constexpr (Pass == Direction::backward) {
-      const std::int64_t pre_width = data.pass.sizes.gate_up_factor * tensors.width;
-      switch (stage) {
-        case Stage::down_dgrad: activation_gradient<N>(data, sums, work, warp); break;
-        case Stage::gate_up_bias_grad: gate_up_bias_gradient(data, work, thread); break;
-        case Stage::down_bias_grad: down_bias_gradient(data, work, thread); break;
-        default: {
-          const bool of_gate_up = stage == Stage::gate_up_wgrad;
-          store_weight_gradient<N>(sums, work, of_gate_up ? tensors.gate_up_grad : tensors.down_grad,
-                                   of_gate_up ? pre_width : hidden, of_gate_up ? hidden : tensors.width, warp);
+      if (stage == Stage::down_dgrad) {
+        Sums<down_dgrad_columns> sums;
+        multiplied(sums, along_k, along_mn, true);
+        activation_gradient<down_dgrad_columns>(data, sums, work, Warp::now(shared));
+      } else if (stage == Stage::gate_up_dgrad) {
+        Sums<N> sums;
+        multiplied(sums, along_k, along_mn, false);
+        rows_to_slots<N>(sums, work, nullptr, tensors.slots, hidden, Warp::now(shared));
+      } else if (stage == Stage::gate_up_bias_grad || stage == Stage::down_bias_grad) {
+        pass_turn();
+        if (stage == Stage::gate_up_bias_grad) {
+          gate_up_bias_gradient(data, work, thread_now() % 128);
+        } else {
+          down_bias_gradient(data, work, thread_now() % 128);
         }
+      } else {
+        Sums<N> sums;
+        multiplied(sums, along_mn, along_mn, true);
+        const bool of_gate_up = stage == Stage::gate_up_wgrad;
+        const std::int64_t pre_width = data.pass.sizes.gate_up_factor * tensors.width;
+        store_weight_gradient<N>(sums, work, of_gate_up ? tensors.gate_up_grad : tensors.down_grad,
+                                 of_gate_up ? pre_width : hidden, of_gate_up ? hidden : tensors.width, Warp::now(shared));
       }
     }
     // The copy engine of other SMs reads some of what was just written.
     fence_async_all();
     named_barrier_sync(barrier_own + group, consumer_threads);
-    if (thread == 0) {
+    if (thread_now() % 128 == 0) {
       if (data.trace && event < data.trace_room) {
+        const std::uint32_t now = cycles();
         data.trace[(blockIdx.x * 2 + group) * std::int64_t(data.trace_room) + event++] =
-            TileEvent{looked_ns, found - looked, began - found, multiplied - began, cycles() - multiplied,
+            TileEvent{global_time(), moment[1] - moment[0], moment[2] - moment[1], now - moment[2],
                       static_cast<std::int32_t>(stage), work.tile.expert, static_cast<std::int32_t>(work.tile.row_block),
                       work.tile.column_block};
       }
@@ -132,7 +143,7 @@ __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ P
   }
   __syncthreads();
   if (thread < 128) {
-    registers_shrink<fetch_registers>();
+    registers_shrink<Shape::fetch_registers>();
     const int warp = thread / 32;
     if (warp == 0) {
       take_tiles<N>(p, shared, thread);
@@ -142,8 +153,8 @@ __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ P
       gather_tiles<N>(p, shared, thread - 64);
     }
   } else {
-    registers_grow<compute_registers>();
-    compute_tiles<Pass, N>(p, shared, thread / 128 - 1, thread % 128);
+    registers_grow<Shape::compute_registers>();
+    compute_tiles<Pass, N>(p, shared, thread / 128 - 1);
   }
 }
 

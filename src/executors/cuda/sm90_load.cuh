@@ -63,7 +63,7 @@ __device__ inline void describe_tile(const PassData& data, const schedule::Tile&
   switch (tile.stage) {
     case Stage::gate_up: row_tile(hidden, sizes.gate_up_columns()); break;
     case Stage::down: row_tile(width, sizes.tile.columns); break;
-    case Stage::down_dgrad: row_tile(hidden, sizes.tile.columns); break;
+    case Stage::down_dgrad: row_tile(hidden, sizes.down_dgrad_columns()); break;
     case Stage::gate_up_dgrad: row_tile(pre_width, sizes.tile.columns); break;
     case Stage::gate_up_wgrad: sum_tile(pre_width); break;
     case Stage::down_wgrad: sum_tile(hidden); break;
@@ -186,6 +186,7 @@ __device__ inline void load_tiles(const Parameters& p, SharedMemory<N>& shared) 
     // Second half of a gate_up tile: the up rows, or without a gate simply the next columns.
     const int second = sizes.gate_up_factor == 2 ? width + column : column + N / 2;
     const int row_boxes = rows > 64 ? 2 : 1;
+#pragma unroll 1
     for (int k = 0; k < k_steps; ++k, ring.next()) {
       barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
       const std::uint32_t a = shared_address(shared.stage[ring.slot]), b = a + Shape::a_bytes;
@@ -204,8 +205,8 @@ __device__ inline void load_tiles(const Parameters& p, SharedMemory<N>& shared) 
           tma_load(b, &maps.down_proj, full, k * depth, column, expert);
           break;
         case Stage::down_dgrad:
-          barrier_arrive_expect(full, Shape::b_bytes);
-          for (int i = 0; i < N / 64; ++i) {
+          barrier_arrive_expect(full, down_dgrad_columns * 128);
+          for (int i = 0; i < down_dgrad_columns / 64; ++i) {
             tma_load(b + i * mn_block_bytes, &maps.down_proj, full, column + 64 * i, k * depth, expert);
           }
           break;
@@ -246,49 +247,13 @@ __device__ inline void load_tiles(const Parameters& p, SharedMemory<N>& shared) 
 
 // --- warps 2 and 3: gathered rows ------------------------------------------------------------------------------------
 
-// Announces stages whose copies have landed, `gather_lag` behind those being issued.
-template <int N>
-struct GatherRing {
-  using Shape = BlockShape<N>;
-  SharedMemory<N>& shared;
-  RingPosition<Shape::stages> issue, announce;
-  int lane, waiting = 0;
-
-  __device__ GatherRing(SharedMemory<N>& memory, std::uint32_t first_step, int lane_of_warp)
-      : shared(memory), issue(first_step), announce(first_step), lane(lane_of_warp) {}
-
-  __device__ std::uint32_t begin() {
-    barrier_wait(shared_address(&shared.empty[issue.slot]), issue.parity ^ 1);
-    return shared_address(shared.stage[issue.slot]);
-  }
-  __device__ void announce_one() {
-    fence_async_shared();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&shared.full[announce.slot]));
-    announce.next();
-    --waiting;
-  }
-  __device__ void end() {
-    copy_commit();
-    issue.next();
-    if (++waiting > gather_lag) {
-      copy_wait<gather_lag>();
-      announce_one();
-    }
-  }
-  __device__ void flush() {
-    copy_wait<0>();
-    while (waiting > 0) announce_one();
-  }
-};
-
 // Copies 32 rows of 128 bytes, 4 rows at a time: lane l copies 16-byte piece l % 8 of rows l / 8 + 4 i into the swizzled
 // block at `destination` (aligned to 1024). `offset`: of lane l, where row l begins, in 16 bytes; absent_row: zeros.
 __device__ inline void gather_32_rows(std::uint32_t destination, const bfloat16* base, std::uint32_t offset, bool inside, int lane) {
   const int piece = lane % 8, row = lane / 8;
   const std::uint32_t even = destination + row * 128 + ((piece ^ row) << 4);
   const std::uint32_t odd = destination + (row + 4) * 128 + ((piece ^ (row + 4)) << 4);
-#pragma unroll
+#pragma unroll 4
   for (int i = 0; i < 8; ++i) {
     const std::uint32_t from = __shfl_sync(~0u, offset, row + 4 * i);
     const bool valid = inside && from != absent_row;
@@ -298,6 +263,7 @@ __device__ inline void gather_32_rows(std::uint32_t destination, const bfloat16*
 // Of an mn_major operand, `blocks` blocks of 64 columns from `column` on: 32 rows that begin at `offset`.
 __device__ inline void gather_columns(std::uint32_t destination, const bfloat16* base, std::uint32_t offset, int blocks,
                                       std::int64_t column, std::int64_t columns, int lane) {
+#pragma unroll 1
   for (int b = 0; b < blocks; ++b) {
     const std::int64_t c = column + b * 64 + lane % 8 * 8;
     gather_32_rows(destination + b * mn_block_bytes, base + (c < columns ? c : 0), offset, c < columns, lane);
@@ -318,7 +284,15 @@ __device__ inline void gather_tiles(const Parameters& p, SharedMemory<N>& shared
     const bool last = work.last;
     const Stage stage = work.stage;
     const int k_steps = work.k_steps, group = work.group, rows = work.rows;
-    GatherRing<N> ring(shared, work.first_step, lane);
+    RingPosition<Shape::stages> ring(work.first_step);
+    auto begin_stage = [&] {
+      barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
+      return shared_address(shared.stage[ring.slot]);
+    };
+    auto end_stage = [&] {
+      copy_arrive(shared_address(&shared.full[ring.slot]));
+      ring.next();
+    };
     auto leave_work = [&] {
       __syncwarp();
       if (lane == 0) barrier_arrive(shared_address(&shared.work_empty[position.slot]));
@@ -328,11 +302,12 @@ __device__ inline void gather_tiles(const Parameters& p, SharedMemory<N>& shared
       leave_work();
       if (last) return;
       // Takes part in every stage all the same: a parity tells a phase from its neighbours only.
+#pragma unroll 1
       for (int k = 0; k < k_steps; ++k) {
-        ring.begin();
-        ++ring.waiting;
-        ring.announce_one();
-        ring.issue.next();
+        begin_stage();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared_address(&shared.full[ring.slot]), 32);
+        ring.next();
       }
       continue;
     }
@@ -341,13 +316,14 @@ __device__ inline void gather_tiles(const Parameters& p, SharedMemory<N>& shared
       leave_work();
       const bfloat16* base = (stage == Stage::gate_up ? data.x : data.dy) + lane % 8 * 8;
       const int columns = static_cast<int>(hidden) - lane % 8 * 8;
+#pragma unroll 1
       for (int k = 0; k < k_steps; ++k) {
-        const std::uint32_t a = ring.begin() + first_row * 128;
+        const std::uint32_t a = begin_stage() + first_row * 128;
         const bool inside = k * depth < columns;
         const bfloat16* source = base + (inside ? k * depth : 0);
         gather_32_rows(a, source, offset, inside, lane);
         if (rows > 64) gather_32_rows(a + 64 * 128, source, offset_below, inside, lane);  // else only 64 are multiplied
-        ring.end();
+        end_stage();
       }
     } else {
       const bool of_x = stage == Stage::gate_up_wgrad;
@@ -365,11 +341,12 @@ __device__ inline void gather_tiles(const Parameters& p, SharedMemory<N>& shared
         return r >= sum_rows ? 0u : group > 0 ? static_cast<unsigned>(r) : static_cast<unsigned>(__ldg(routes + r));
       };
       unsigned route = route_of(0);
+#pragma unroll 1
       for (int k = 0; k < k_steps; ++k) {
         const int r = k * depth + first_row + lane;
         const std::uint32_t offset = r < sum_rows ? route / divisor * stride : absent_row;
         route = route_of(k + 1);
-        const std::uint32_t stage_address = ring.begin();
+        const std::uint32_t stage_address = begin_stage();
         const std::uint32_t a = stage_address + first_row * 128, b = a + Shape::a_bytes;
         if (of_x) {
           gather_columns(b, base, offset, N / 64, column, hidden, lane);
@@ -387,10 +364,9 @@ __device__ inline void gather_tiles(const Parameters& p, SharedMemory<N>& shared
             gather_columns(b, other, at, N / 64, column, width, lane);
           }
         }
-        ring.end();
+        end_stage();
       }
     }
-    ring.flush();
   }
 }
 

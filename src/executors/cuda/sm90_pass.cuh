@@ -20,9 +20,9 @@ using schedule::Stage;
 
 inline constexpr int threads = 384, consumer_threads = 128;
 inline constexpr int rows_per_tile = 128, depth = 64;   // rows of A, k of a stage
-inline constexpr int fetch_registers = 40, compute_registers = 232;
+// Columns of a down_dgrad tile: its epilogue needs many registers beside the sums.
+inline constexpr int down_dgrad_columns = 128;
 inline constexpr int gather_warps = 2, gather_threads = 32 * gather_warps;
-inline constexpr int gather_lag = 2;                    // stages of gathered copies in flight before one is announced
 
 // Tensor maps of a group, with the boxes that the stages load: 64 columns (128 bytes) by ..
 struct GroupMaps {
@@ -64,6 +64,8 @@ struct BlockShape {
   static_assert(N == 128 || N == 192);
   static constexpr int a_bytes = rows_per_tile * 128, b_bytes = N * 128, stage_bytes = a_bytes + b_bytes;
   static constexpr int stages = N == 192 ? 5 : 6;
+  // Of a thread; one fetching and two computing warpgroups share 504 of them.
+  static constexpr int fetch_registers = N == 192 ? 40 : 72, compute_registers = N == 192 ? 232 : 216;
   static constexpr int works = 4;
   static constexpr int staging_bytes = 2048;  // of each computing warp: 16 rows of 128 bytes
 };
@@ -76,12 +78,13 @@ struct SharedMemory {
   Work work[Shape::works];
   std::uint64_t full[Shape::stages], empty[Shape::stages];
   std::uint64_t work_full[Shape::works], work_empty[Shape::works];
+  std::uint32_t moment[2][4];  // of the timeline: what would otherwise take registers of the computing warps
 };
 template <int N>
 inline constexpr int shared_bytes = sizeof(SharedMemory<N>) + 1024;  // dynamic shared memory may start off alignment
 
 // Arrivals that complete a phase.
-inline constexpr int full_arrivals = 1 + gather_warps;           // the copy engine's thread, the gathering warps
+inline constexpr int full_arrivals = 1 + gather_threads;         // the copy engine's thread, the gathering threads
 inline constexpr int empty_arrivals = 4;                         // the warps of the warpgroup that used the stage
 inline constexpr int work_empty_arrivals = 1 + gather_warps + 1; // copy thread, gathering warps, the computing warpgroup
 

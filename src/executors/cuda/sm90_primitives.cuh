@@ -81,13 +81,12 @@ __device__ inline void tma_prefetch_map(const CUtensorMap* map) {
 // 16 bytes; with `valid` false the destination is zeroed and the source not read.
 __device__ inline void copy_16_async(std::uint32_t destination, const void* source, bool valid) {
   const int bytes = valid ? 16 : 0;
-  // No memory clobber: copy_commit() has one, and copies of one stage may be set up side by side.
+  // No memory clobber: copy_arrive() has one, and copies of one stage may be set up side by side.
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes));
 }
-__device__ inline void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int Pending>
-__device__ inline void copy_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+// Arrives on `barrier`, in place of this thread, once all copies that it has begun are there.
+__device__ inline void copy_arrive(std::uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // Between ordinary accesses (st, cp.async) and those of the copy engine or the tensor cores, in either order. The first
@@ -117,16 +116,18 @@ __device__ inline void registers_grow() {
 enum class Major { k, mn };
 inline constexpr int mn_block_bytes = 64 * 128;  // 64 k rows of 128 bytes
 
+// Descriptor of the operand at `address`; only its low half depends on that.
 template <Major Layout>
 __device__ inline std::uint64_t operand_descriptor(std::uint32_t address) {
-  constexpr std::uint64_t swizzle_128 = std::uint64_t(1) << 62;
-  constexpr std::uint64_t stride = std::uint64_t(1024 >> 4) << 32;  // between 8-row blocks
-  constexpr std::uint64_t leading = std::uint64_t((Layout == Major::mn ? mn_block_bytes : 16) >> 4) << 16;
-  return swizzle_128 | stride | leading | std::uint64_t((address & 0x3ffffu) >> 4);
+  constexpr std::uint32_t swizzle_128 = 1u << 30, stride = 1024 >> 4;  // between 8-row blocks
+  constexpr std::uint32_t leading = ((Layout == Major::mn ? mn_block_bytes : 16) >> 4) << 16;
+  std::uint64_t descriptor;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"((address >> 4) | leading), "r"(swizzle_128 | stride));
+  return descriptor;
 }
-// Descriptor units (16 bytes) from one 16-deep k step to the next.
+// Bytes from one 16-deep k step to the next.
 template <Major Layout>
-inline constexpr std::uint64_t k_step_units = Layout == Major::mn ? 128 : 2;
+inline constexpr std::uint32_t k_step_bytes = Layout == Major::mn ? 2048 : 32;
 
 template <int N, cute::SM90::GMMA::Major A, cute::SM90::GMMA::Major B>
 struct ProductOf;
@@ -205,6 +206,14 @@ __device__ inline std::uint32_t pack_bfloat16(float low, float high) {
 }
 __device__ inline float low_bfloat16(std::uint32_t packed) { return __uint_as_float(packed << 16); }
 __device__ inline float high_bfloat16(std::uint32_t packed) { return __uint_as_float(packed & 0xffff0000u); }
+
+// threadIdx.x, read anew: what follows from it is then computed where it is used instead of being kept in registers all
+// through the main loop.
+__device__ inline int thread_now() {
+  int thread;
+  asm volatile("mov.u32 %0, %tid.x;" : "=r"(thread));
+  return thread;
+}
 
 // Nanoseconds, alike on all SMs, and cycles of this one.
 __device__ inline unsigned long long global_time() {

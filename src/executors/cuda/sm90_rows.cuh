@@ -54,10 +54,11 @@ __device__ inline void combine(const PassData& data, const Work& work, int tile_
 #pragma unroll
         for (int j = 0; j < batch; ++j) {
           const std::int64_t route = token * k + first + j;
-          there[j] = first + j < k && data.topk_ids[route] >= 0;
+          there[j] = first + j < k;
           if (there[j]) {
             row[j] = load_16_shared_by_sms(data.groups[0].slots + route * hidden + column);
-            weight[j] = forward && data.weight_after_down ? data.topk_weights[route] : 1.0f;
+            weight[j] = forward && data.weight_after_down ? __ldg(data.topk_weights + route) : 1.0f;
+            there[j] = __ldg(data.topk_ids + route) >= 0;  // otherwise what was loaded is not used
           }
         }
 #pragma unroll

@@ -19,6 +19,7 @@ schedule::TileShape sm90_tile_shape(int columns, int gate_up_factor) {
   shape.row_block = 128;
   shape.columns = columns;
   shape.gate_up = gate_up_factor == 2 ? columns / 2 : columns;
+  shape.down_dgrad = 128;
   shape.wgrad_rows = 128;
   shape.wgrad_columns = columns;
   shape.token_block = 32;
