@@ -188,7 +188,9 @@ def test_dense_mlp(activation, biases):
 
 @pytest.mark.parametrize("name", ["gpt_oss", "two_shared", "sequence_loss", "losses", "before_down", "relu_squared"])
 def test_gradcheck(name):
-    config = dataclasses.replace(CONFIGS[name], hidden_size=8, intermediate_size=8)
+    config = CONFIGS[name]
+    shared = tuple(dataclasses.replace(expert, intermediate_size=8) for expert in config.shared_experts)
+    config = dataclasses.replace(config, hidden_size=8, intermediate_size=8, shared_experts=shared)
     tensors = tensors_of(config, 4, seed=3)
     named = leaves(tensors)
     fixed = {"config": config, "num_sequences": 2, "selection_bias": tensors.get("selection_bias")}

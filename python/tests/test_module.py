@@ -107,7 +107,7 @@ def test_state_dict_round_trip(tmp_path):
         (lambda s: s | {"gate_up_proj": s["gate_up_proj"][:4]}, "holds 4 experts, and this rank has 6"),
         (lambda s: s | {"gate_up_proj": s["gate_up_proj"][:, :40]}, r"\[6, 40, 16\].*\[6, 48, 16\]"),
         (lambda s: {"experts." + name: t for name, t in s.items()}, "'experts.*Hugging Face.*to_moelith"),
-        (lambda s: s | {"gate_proj.weight": s["down_proj"]}, "'gate_proj.weight'.*gate and up are one tensor"),
+        (lambda s: {"gate_proj.weight": s["down_proj"], "router.weight": s["router.weight"]}, "'gate_proj.weight'.*gate and up are one tensor"),
         (lambda s: {name: t for name, t in s.items() if name != "router.weight"}, "Missing key.*router.weight"),
     ],
 )
