@@ -1,5 +1,6 @@
 """The trainer as a whole, with a model of a few thousand parameters."""
 
+import errno
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 from moelith.train import checkpoint, data, loop, pictures
 from moelith.train.__main__ import main, run
 from moelith.train.errors import TrainError
+from moelith.train.files import write_whole
 
 SMALL = [f"--set={field}" for field in (
     "hidden_size=32", "layers=2", "heads=2", "num_experts=4", "intermediate_size=16", "shared_intermediate_size=16",
@@ -251,3 +253,16 @@ def test_a_damaged_checkpoint_is_an_error_that_names_it(tmp_path, text, damage):
         shutil.copy(checkpoint.latest(other) / "model.safetensors", model)
     with pytest.raises(TrainError, match="cannot (load|read) the checkpoint .*checkpoint-00000001: "):
         resume(tmp_path, "run", "--steps=2")
+
+
+def test_a_file_that_cannot_be_written_whole_is_named_and_leaves_the_old_one(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write_whole(path, b"old")
+
+    def full(handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left on device.*file"):
+        write_whole(path, b"new")
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]

@@ -148,8 +148,8 @@ def main() -> int:
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise
-        print(f"error: cannot write {error.filename or 'to the run'}: {error.strerror}; the last checkpoint is intact",
-              file=sys.stderr)
+        print(f"error: cannot write {error.filename or 'to the run'}: {error.strerror}; checkpoints saved before are "
+              "intact", file=sys.stderr)
         return 1
 
 
