@@ -1,4 +1,5 @@
 #include <cmath>
+#include <cstdint>
 #include <limits>
 #include <string>
 
@@ -8,6 +9,8 @@ namespace moelith {
 namespace {
 
 [[noreturn]] void refuse(const std::string& text) { throw Error(Status::invalid_argument, text); }
+
+bool aligned(const TensorView& view) { return reinterpret_cast<std::uintptr_t>(view.data) % size_of(view.dtype) == 0; }
 
 // In the type of the bias, as a framework would compute bias + rate * sign.
 template <class T>
@@ -27,12 +30,13 @@ void update(T* bias, const std::int64_t* counts, std::int64_t num_experts, doubl
 
 void update_selection_bias(const TensorView& bias, const TensorView& counts, double rate) {
   if (bias.rank != 1 || !bias.contiguous() || (bias.dtype != DataType::float32 && bias.dtype != DataType::float64) ||
-      (!bias.data && bias.shape[0] > 0))
-    refuse("bias is " + describe(bias) + "; accepted is a contiguous [E] of float32 or float64");
+      (!bias.data && bias.shape[0] > 0) || !aligned(bias))
+    refuse("bias is " + describe(bias) + "; accepted is a contiguous, aligned [E] of float32 or float64");
   const std::int64_t num_experts = bias.shape[0];
   if (counts.rank != 1 || !counts.contiguous() || counts.dtype != DataType::int64 || counts.shape[0] != num_experts ||
-      (!counts.data && num_experts > 0))
-    refuse("counts is " + describe(counts) + "; accepted is a contiguous int64[" + std::to_string(num_experts) + "]");
+      (!counts.data && num_experts > 0) || !aligned(counts))
+    refuse("counts is " + describe(counts) + "; accepted is a contiguous, aligned int64[" + std::to_string(num_experts) +
+           "]");
   if (!std::isfinite(rate) || rate < 0 || (bias.dtype == DataType::float32 && rate > std::numeric_limits<float>::max()))
     refuse("rate is " + std::to_string(rate) + "; accepted are finite numbers from 0");
   const std::int64_t* values = static_cast<const std::int64_t*>(counts.data);
