@@ -18,17 +18,14 @@ struct Known {
   InstructionSet set;
   const char* name;
 };
-constexpr std::array<Known, 3> known{{{InstructionSet::plain, "plain"},
-                                      {InstructionSet::avx2, "avx2"},
-                                      {InstructionSet::avx512, "avx512"}}};
+constexpr std::array<Known, 3> known{
+    {{InstructionSet::plain, "plain"}, {InstructionSet::avx2, "avx2"}, {InstructionSet::avx512, "avx512"}}};
 
 bool available(InstructionSet set) {
 #if defined(__x86_64__)
   switch (set) {
-    case InstructionSet::plain:
-      return true;
-    case InstructionSet::avx2:
-      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    case InstructionSet::plain: return true;
+    case InstructionSet::avx2: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     case InstructionSet::avx512:
       return available(InstructionSet::avx2) && __builtin_cpu_supports("avx512f") &&
              __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
@@ -56,8 +53,7 @@ std::string names(const std::vector<InstructionSet>& sets) {
 void require_available(InstructionSet set, const std::string& source) {
   if (!available(set)) {
     throw Error(Status::unsupported, source + " asks for the instruction set " + to_string(set) +
-                                         ", which this machine lacks; it has " +
-                                         names(available_instruction_sets()));
+                                         ", which this machine lacks; it has " + names(available_instruction_sets()));
   }
 }
 

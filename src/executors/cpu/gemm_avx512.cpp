@@ -112,10 +112,10 @@ template <>
 struct Pack<double> {
   static constexpr std::int64_t lanes = 8, steps = 2;
   static void transpose(const double* const* rows, std::int64_t first, double* out, std::int64_t distance) {
-    const __m512d even = _mm512_castsi512_pd(
-        four_rows(rows[0] + first, rows[2] + first, rows[4] + first, rows[6] + first));
-    const __m512d odd = _mm512_castsi512_pd(
-        four_rows(rows[1] + first, rows[3] + first, rows[5] + first, rows[7] + first));
+    const __m512d even =
+        _mm512_castsi512_pd(four_rows(rows[0] + first, rows[2] + first, rows[4] + first, rows[6] + first));
+    const __m512d odd =
+        _mm512_castsi512_pd(four_rows(rows[1] + first, rows[3] + first, rows[5] + first, rows[7] + first));
     _mm512_storeu_pd(out, _mm512_unpacklo_pd(even, odd));
     _mm512_storeu_pd(out + distance, _mm512_unpackhi_pd(even, odd));
   }

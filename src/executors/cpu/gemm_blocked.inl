@@ -92,8 +92,11 @@ struct Blocked {
   // Packs k steps (first ... first + k - 1) of the `count` rows from `begin` on: out[p * distance + r], r < distance,
   // with zeros for r >= count. Stores may run over by up to P::lanes - 1 elements, past a step into the next one (which
   // is written afterwards) and past the end of the panel: the caller leaves that room.
+  // fixed_distance: the distance where it is known when this is compiled, otherwise 0.
+  template <Index fixed_distance = 0>
   static void pack_k_contiguous(const Operand<Storage>& operand, Index begin, Index count, Index first, Index k,
-                                Index distance, T* out) {
+                                Index any_distance, T* out) {
+    const Index distance = fixed_distance ? fixed_distance : any_distance;
     static const Storage zeros[P::steps] = {};
     // The last group goes first: what it spills over lies where the first group writes later.
     for (Index group = (distance - 1) / P::lanes; group >= 0; --group) {
@@ -136,21 +139,45 @@ struct Blocked {
   // The same for vectors along the rows; `rows` is the length of the vectors.
   static void pack_row_contiguous(const Operand<Storage>& operand, Index begin, Index count, Index first, Index k,
                                   Index distance, T* out, Index rows) {
+    // Reading on into the rows of the next panel is fine, past the end of the vector is not.
+    const Index readable = count == distance ? rows - begin : count;
+    const Index groups = divide_up(distance, P::lanes);
+    if (readable >= groups * P::lanes) {
+      if (groups == 1) return pack_row_groups<1>(operand, begin, first, k, distance, out);
+      if (groups == 2) return pack_row_groups<2>(operand, begin, first, k, distance, out);
+    }
     for (Index p = 0; p < k; ++p, out += distance) {
       const Storage* in = vector(operand, first + p);
-      if (!in) {
-        for (Index r = 0; r < distance; ++r) out[r] = T(0);
-        continue;
-      }
       for (Index r = 0; r < distance; r += P::lanes) {
-        // Reading on into the rows of the next panel is fine, past the end of the vector is not.
-        if (r + P::lanes <= (count == distance ? rows - begin : count)) {
+        if (in && r + P::lanes <= readable) {
           P::widen(in + begin + r, out + r);
         } else {
           for (Index lane = r; lane < smaller(distance, r + P::lanes); ++lane)
-            out[lane] = lane < count ? numerics::load(in[begin + lane]) : T(0);
+            out[lane] = in && lane < count ? numerics::load(in[begin + lane]) : T(0);
         }
       }
+    }
+  }
+
+  template <int groups>
+  static void pack_row_groups(const Operand<Storage>& operand, Index begin, Index first, Index k, Index distance,
+                              T* out) {
+    // Copies, since for all the compiler knows a vector store to `out` may change the operand.
+    const Storage* const* const pointers = operand.pointers ? operand.pointers + first : nullptr;
+    const Index stride = operand.stride;
+    const Storage* in = pointers ? nullptr : operand.data + first * stride + begin;
+    for (Index p = 0; p < k; ++p, out += distance) {
+      if (pointers) {
+        in = pointers[p];
+        if (!in) {
+          for (Index r = 0; r < distance; ++r) out[r] = T(0);
+          continue;
+        }
+        in += begin;
+      }
+#pragma GCC unroll 4
+      for (int group = 0; group < groups; ++group) P::widen(in + group * P::lanes, out + group * P::lanes);
+      in += stride;
     }
   }
 
@@ -175,14 +202,14 @@ struct Blocked {
 
     const Index k_most = panel_bytes / (columns * Index(sizeof(T)));
     const Index k_block = smaller(divide_up(divide_up(k, divide_up(k, k_most)), 16) * 16, k_most);
-    const Index m_most = block_bytes / (k_block * Index(sizeof(T))) / max_rows * max_rows;
+    const Index m_most = divide_up(block_bytes / (k_block * Index(sizeof(T))), max_rows) * max_rows;
     const Panels blocks(m, smaller(m, m_most));
 
     const Index row_panel_room = divide_up(max_rows * k_block + P::lanes, 16) * 16;
     const Index column_panel_room = divide_up(columns * k_block + P::lanes, 16) * 16;
     const Index row_panels_most = divide_up(blocks.rows(0), max_rows);
-    T* const packed_a = static_cast<T*>(
-        scratch.reserve(sizeof(T) * (row_panels_most * row_panel_room + b_panels * column_panel_room)));
+    T* const packed_a =
+        static_cast<T*>(scratch.reserve(sizeof(T) * (row_panels_most * row_panel_room + b_panels * column_panel_room)));
     T* const packed_b = packed_a + row_panels_most * row_panel_room;
 
     for (Index block = 0; block < blocks.count; ++block) {
@@ -191,29 +218,33 @@ struct Blocked {
       for (Index p = 0; p < k; p += k_block) {
         const Index depth = smaller(k_block, k - p);
         pack_a(a, a_by_rows, m, i_begin, panels, p, depth, packed_a, row_panel_room);
+        Prefetch a_prefetch(a, a_by_rows, i_begin, i_begin + blocks.rows(block), p + depth,
+                            smaller(k_block, k - p - depth));
+        const Index a_lines = divide_up(a_prefetch.lines(), divide_up(n, columns) * panels.count);
         for (Index j = 0; j < n; j += columns * b_panels) {
           pack_b(b, b_by_rows, n, j, columns, b_panels, p, depth, packed_b, column_panel_room);
           const Index j_next = j + columns * b_panels;
-          Prefetch prefetch = j_next < n ? Prefetch(b, b_by_rows, j_next, smaller(n, j_next + columns * b_panels), p, depth)
-                                         : Prefetch(b, b_by_rows, 0, smaller(n, columns * b_panels), p + depth,
-                                                    smaller(k_block, k - p - depth));
+          Prefetch b_prefetch = j_next < n
+                                    ? Prefetch(b, b_by_rows, j_next, smaller(n, j_next + columns * b_panels), p, depth)
+                                    : Prefetch(b, b_by_rows, 0, smaller(n, columns * b_panels), p + depth,
+                                               smaller(k_block, k - p - depth));
           for (Index panel = 0; panel < b_panels && j + panel * columns < n; ++panel) {
             multiply_panel(panels, depth, packed_a, row_panel_room, packed_b + panel * column_panel_room,
-                           smaller(columns, n - j - panel * columns), c + i_begin * ldc + j + panel * columns,
-                           ldc, !accumulate && p == 0, prefetch);
+                           smaller(columns, n - j - panel * columns), c + i_begin * ldc + j + panel * columns, ldc,
+                           !accumulate && p == 0, b_prefetch, a_prefetch, a_lines);
           }
         }
       }
     }
   }
 
-  // The part of B that comes next is asked for while this one is worked on, a few lines after each kernel call: its
-  // rows lie far apart and are short within a block, so the hardware does not foresee them.
+  // What is packed next is asked for while the present part is worked on, a few lines before each kernel call: its
+  // vectors lie far apart and are short within a block, so the hardware does not foresee them.
   struct Prefetch {
     const Operand<Storage>& operand;
     Index vector_begin, vector_end, first, bytes, at;
-    Prefetch(const Operand<Storage>& b, bool by_rows, Index row_begin, Index row_end, Index p, Index depth)
-        : operand(b),
+    Prefetch(const Operand<Storage>& source, bool by_rows, Index row_begin, Index row_end, Index p, Index depth)
+        : operand(source),
           vector_begin(by_rows ? p : row_begin),
           vector_end(depth > 0 ? (by_rows ? p + depth : row_end) : vector_begin),
           first(by_rows ? row_begin : p),
@@ -265,7 +296,11 @@ struct Blocked {
         if (by_rows) {
           pack_row_contiguous(b, begin, count, p + s, smaller(step, depth - s), distance, target, n);
         } else {
-          pack_k_contiguous(b, begin, count, p, depth, distance, target);
+          if (distance == L::max_vectors * width) {
+            pack_k_contiguous<L::max_vectors * width>(b, begin, count, p, depth, distance, target);
+          } else {
+            pack_k_contiguous(b, begin, count, p, depth, distance, target);
+          }
         }
       }
     }
@@ -273,16 +308,26 @@ struct Blocked {
 
   // C[all rows of the block, count] += A B for one panel of B.
   static void multiply_panel(const Panels& panels, Index depth, const T* packed_a, Index room, const T* packed_b,
-                             Index count, T* c, Index ldc, bool from_zero, Prefetch& prefetch) {
+                             Index count, T* c, Index ldc, bool from_zero, Prefetch& b_prefetch, Prefetch& a_prefetch,
+                             Index a_lines) {
     const Index vectors = divide_up(count, width);
     const bool whole = count == vectors * width;
     const Kernel low = find_kernel(panels.low, vectors);
     const Kernel tall = panels.tall ? find_kernel(panels.low + 1, vectors) : nullptr;
-    const Index lines = divide_up(prefetch.lines(), panels.count);
+    const Index b_lines = divide_up(b_prefetch.lines(), panels.count);
     for (Index i = 0; i < panels.count; ++i) {
       const Kernel kernel = i < panels.tall ? tall : low;
       T* tile = c + panels.begin(i) * ldc;
-      prefetch.some(lines);
+      b_prefetch.some(b_lines);
+      a_prefetch.some(a_lines);
+      if (i + 1 < panels.count) {
+        // The kernel begins by loading its part of C.
+        const T* next = c + panels.begin(i + 1) * ldc;
+        for (Index r = 0; r < panels.rows(i + 1); ++r, next += ldc) {
+          __builtin_prefetch(next, 1, 3);
+          __builtin_prefetch(next + count - 1, 1, 3);
+        }
+      }
       if (whole) {
         kernel(depth, packed_a + i * room, packed_b, tile, ldc, from_zero);
       } else {
@@ -292,8 +337,8 @@ struct Blocked {
   }
 
   // The last columns, where fewer than whole vectors of them exist: by way of a whole tile of our own.
-  static void multiply_edge(Kernel kernel, Index depth, const T* a, const T* b, T* c, Index rows, Index count, Index ldc,
-                            bool from_zero) {
+  static void multiply_edge(Kernel kernel, Index depth, const T* a, const T* b, T* c, Index rows, Index count,
+                            Index ldc, bool from_zero) {
     alignas(64) T tile[max_rows * max_columns] = {};
     if (!from_zero) {
       for (Index i = 0; i < rows; ++i)

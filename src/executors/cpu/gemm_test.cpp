@@ -49,7 +49,8 @@ struct TestOperand {
     const std::int64_t length = order == Order::k_contiguous ? k : rows;
     std::normal_distribution<double> normal;
     auto fill = [&](Storage* out, std::int64_t count) {
-      for (std::int64_t i = 0; i < count; ++i) out[i] = numerics::store<Storage>(accumulator_t<Storage>(normal(random)));
+      for (std::int64_t i = 0; i < count; ++i)
+        out[i] = numerics::store<Storage>(accumulator_t<Storage>(normal(random)));
     };
     if (gather) {
       for (std::int64_t v = 0; v < vectors; ++v) {
@@ -154,16 +155,17 @@ TYPED_TEST(Gemm, every_layout_and_tail) {
   using Order = typename Operand<TypeParam>::Order;
   const struct {
     std::int64_t m, n, k;
-  } shapes[] = {{1, 1, 1},  {1, 33, 7},  {2, 40, 16},  {3, 64, 31},  {4, 17, 8},   {5, 8, 24},   {6, 16, 40},
-                {7, 15, 9}, {8, 31, 15}, {9, 65, 17},  {13, 5, 100}, {14, 32, 33}, {17, 48, 64}, {29, 37, 41},
-                {0, 5, 3},  {5, 0, 3},   {12, 20, 0}};
+  } shapes[] = {{1, 1, 1},    {1, 33, 7},   {2, 40, 16}, {3, 64, 31}, {4, 17, 8},   {5, 8, 24},
+                {6, 16, 40},  {7, 15, 9},   {8, 31, 15}, {9, 65, 17}, {13, 5, 100}, {14, 32, 33},
+                {17, 48, 64}, {29, 37, 41}, {0, 5, 3},   {5, 0, 3},   {12, 20, 0}};
   for (const auto& shape : shapes)
     for (int layout = 0; layout < 4; ++layout)
       for (int gather = 0; gather < 4; ++gather) {
-        TestOperand<TypeParam> a(this->random, shape.m, shape.k, layout & 1 ? Order::row_contiguous : Order::k_contiguous,
-                                 gather & 1, true, layout);
-        TestOperand<TypeParam> b(this->random, shape.n, shape.k, layout & 2 ? Order::row_contiguous : Order::k_contiguous,
-                                 gather & 2, true, 2 * layout);
+        TestOperand<TypeParam> a(this->random, shape.m, shape.k,
+                                 layout & 1 ? Order::row_contiguous : Order::k_contiguous, gather & 1, true, layout);
+        TestOperand<TypeParam> b(this->random, shape.n, shape.k,
+                                 layout & 2 ? Order::row_contiguous : Order::k_contiguous, gather & 2, true,
+                                 2 * layout);
         expect_product(a, b, (layout + gather) % 2 == 1, this->scratch);
         if (this->HasFatalFailure()) return;
       }
@@ -183,9 +185,7 @@ TYPED_TEST(Gemm, every_row_count) {
 // Longer than the blocks of k, more rows than a block of A holds.
 TYPED_TEST(Gemm, several_blocks) {
   using Order = typename Operand<TypeParam>::Order;
-  const struct {
-    std::int64_t m, n, k;
-  } shapes[] = {{2, 72, 1037}, {11, 49, 1031}, {64, 40, 530}, {601, 24, 263}};
+  const struct { std::int64_t m, n, k; } shapes[] = {{2, 72, 1037}, {11, 49, 1031}, {64, 40, 530}, {601, 24, 263}};
   int layout = 0;
   for (const auto& shape : shapes) {
     TestOperand<TypeParam> a(this->random, shape.m, shape.k, layout & 1 ? Order::row_contiguous : Order::k_contiguous,
@@ -274,16 +274,16 @@ TEST(GemmLiteral, small_product) {
   for (InstructionSet set : available_instruction_sets()) {
     set_instruction_set(set);
     float c[4] = {};
-    gemm<float>(Float::strided(Float::Order::k_contiguous, a, 3), Float::strided(Float::Order::k_contiguous, b, 3), 2, 2,
-                3, c, 2, false, scratch);
+    gemm<float>(Float::strided(Float::Order::k_contiguous, a, 3), Float::strided(Float::Order::k_contiguous, b, 3), 2,
+                2, 3, c, 2, false, scratch);
     EXPECT_EQ(std::vector<float>(c, c + 4), (std::vector<float>{-2, 12, -2, 30}));
     gemm<float>(Float::strided(Float::Order::k_contiguous, a, 3),
                 Float::strided(Float::Order::row_contiguous, b_transposed, 2), 2, 2, 3, c, 2, true, scratch);
     EXPECT_EQ(std::vector<float>(c, c + 4), (std::vector<float>{-4, 24, -4, 60}));
     // One rounding a step: (1 + 2^-12)^2 - 1 is exact only if the product is not rounded before the sum.
     const float x[] = {1.0f, 1.0f + 0x1p-12f}, y[] = {-1.0f, 1.0f + 0x1p-12f};
-    gemm<float>(Float::strided(Float::Order::k_contiguous, x, 2), Float::strided(Float::Order::k_contiguous, y, 2), 1, 1,
-                2, c, 1, false, scratch);
+    gemm<float>(Float::strided(Float::Order::k_contiguous, x, 2), Float::strided(Float::Order::k_contiguous, y, 2), 1,
+                1, 2, c, 1, false, scratch);
     EXPECT_EQ(c[0], 0x1p-11f + 0x1p-24f) << to_string(set);
   }
 }
@@ -297,8 +297,8 @@ TEST(GemmLiteral, subnormals) {
   for (InstructionSet set : available_instruction_sets()) {
     set_instruction_set(set);
     float c = -1;
-    gemm<bfloat16>(Bf16::strided(Bf16::Order::k_contiguous, &smallest, 1), Bf16::strided(Bf16::Order::k_contiguous, &one, 1),
-                   1, 1, 1, &c, 1, false, scratch);
+    gemm<bfloat16>(Bf16::strided(Bf16::Order::k_contiguous, &smallest, 1),
+                   Bf16::strided(Bf16::Order::k_contiguous, &one, 1), 1, 1, 1, &c, 1, false, scratch);
     EXPECT_EQ(c, 0x1p-133f) << to_string(set);
   }
 }
