@@ -266,3 +266,18 @@ def test_a_file_that_cannot_be_written_whole_is_named_and_leaves_the_old_one(tmp
     with pytest.raises(OSError, match="No space left on device.*file"):
         write_whole(path, b"new")
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_progress_shows_loss_speed_time_left_and_the_share_of_the_layers(live, monkeypatch, capsys):
+    row = {"step": 5, "loss": 1.25, "tokens_per_s": 12345.6, "moe_share": 0.5, "held_out_bits_per_byte": 2.5}
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: live)
+    monkeypatch.setattr(sys.stderr, "fileno", lambda: 2)
+    monkeypatch.setattr(os, "get_terminal_size", lambda handle: os.terminal_size((0, 0)))
+    progress = loop.Progress(step=4, steps=10)
+    progress.advance()
+    progress.show(row)
+    progress.close()
+    out, error = capsys.readouterr()
+    shown = error.split("\r")[-1] if live else out
+    assert "5/10 " in shown and " to go  loss 1.250  held out 2.500 bits/byte  12,346 tokens/s  MoE 50% of time" in shown

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import shutil
 import signal
 import sys
@@ -134,8 +135,10 @@ class Progress:
         self.steps = steps
         self.live = sys.stderr.isatty()
         self.started, self.first = time.monotonic(), step
-        form = "{percentage:3.0f}% {bar:24} step {n_fmt}/{total_fmt}  {elapsed}, {remaining} to go  {postfix}"
-        self.bar = tqdm(total=steps, initial=step, bar_format=form, disable=not self.live, dynamic_ncols=True)
+        width = os.get_terminal_size(sys.stderr.fileno()).columns if self.live else 0
+        self.bar = tqdm(total=steps, initial=step, disable=not self.live, dynamic_ncols=width > 0,
+                        **({} if width > 0 else {"ncols": 100, "nrows": 24}),  # a terminal that does not tell its size
+                        bar_format="{n_fmt}/{total_fmt}  {remaining} to go  {desc} {bar}")
         self.held_out = ""
 
     def advance(self) -> None:
@@ -143,15 +146,15 @@ class Progress:
 
     def show(self, row: dict) -> None:
         if "held_out_bits_per_byte" in row:
-            self.held_out = f"  held out {row['held_out_bits_per_byte']:.3f} bits/byte"
-        text = (f"loss {row['loss']:.3f}  {row['tokens_per_s']:,.0f} tokens/s  "
-                f"MoE {row['moe_share']:.0%} of the time{self.held_out}")
+            self.held_out = f"held out {row['held_out_bits_per_byte']:.3f} bits/byte  "
+        text = (f"loss {row['loss']:.3f}  {self.held_out}{row['tokens_per_s']:,.0f} tokens/s  "
+                f"MoE {row['moe_share']:.0%} of time")
         if self.live:
-            self.bar.set_postfix_str(text)
+            self.bar.set_description_str(text)
         else:
             per_step = (time.monotonic() - self.started) / max(1, row["step"] - self.first)
             left = round(per_step * (self.steps - row["step"]))
-            print(f"step {row['step']}/{self.steps}  {text}  {left // 60}:{left % 60:02} to go", flush=True)
+            print(f"step {row['step']}/{self.steps}  {left // 60}:{left % 60:02} to go  {text}", flush=True)
             self.held_out = ""
 
     def close(self) -> None:

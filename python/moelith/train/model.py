@@ -48,7 +48,7 @@ PRESETS = {
     "base": Preset(hidden_size=512, layers=8, heads=8, num_experts=64, top_k=8, intermediate_size=256,
                    shared_intermediate_size=256, context=1024, batch=32, steps=5000, learning_rate=1e-3,
                    eval_every=250, save_every=500),
-    # One data-centre GPU: 1.7 billion parameters, a fifth of them at work on any byte.
+    # One data-centre GPU: 1.7 billion parameters, a sixth of them at work on any byte.
     "large": Preset(hidden_size=1024, layers=16, heads=16, num_experts=64, top_k=8, intermediate_size=512,
                     shared_intermediate_size=512, context=2048, batch=32, steps=20000, learning_rate=6e-4,
                     eval_every=500, save_every=1000, balance_rate=0.001),
