@@ -22,12 +22,16 @@ struct Comparison {
 // The floor of worst_row, as a part of the root mean square of the expected rows' norms: a row that is nearly zero
 // among rows of ordinary size is measured against this instead of against its own cancelled value.
 constexpr double row_floor = 1e-2;
+// The floor for tensors whose single rows cancel by nature, so that only the tensor's scale is left to measure a small
+// row against: gradients of weights of experts with few tokens (the activation's derivative crosses 0), and of routers.
+constexpr double scale_floor = 1.0;
 
 // actual, expected: [rows, columns] row-major, of any element type that converts to double; `columns` is the last
 // dimension. Where the expected value is 0 everywhere (of the tensor, or of a row and the floor too), the error is 0 if
 // actual is exactly 0 as well and infinite otherwise. An infinity equal to the expected one counts as no error.
 template <class Actual, class Expected>
-Comparison compare(const Actual* actual, const Expected* expected, std::int64_t rows, std::int64_t columns) {
+Comparison compare(const Actual* actual, const Expected* expected, std::int64_t rows, std::int64_t columns,
+                   double floor_part = row_floor) {
   constexpr double infinity = std::numeric_limits<double>::infinity();
   const auto relative = [](double error, double size) {
     if (error == 0.0) return 0.0;
@@ -55,7 +59,7 @@ Comparison compare(const Actual* actual, const Expected* expected, std::int64_t 
   }
   Comparison result;
   result.rel_fro = relative(std::fmax(std::sqrt(error_squares), largest_error), std::sqrt(squares));
-  const double floor = rows > 0 ? row_floor * std::sqrt(squares / static_cast<double>(rows)) : 0.0;
+  const double floor = rows > 0 ? floor_part * std::sqrt(squares / static_cast<double>(rows)) : 0.0;
   for (std::int64_t r = 0; r < rows; ++r) {
     const double size = row_size[static_cast<std::size_t>(r)];
     const double error = relative(row_error[static_cast<std::size_t>(r)], size > floor ? size : floor);
@@ -69,7 +73,8 @@ Comparison compare(const Actual* actual, const Expected* expected, std::int64_t 
 
 // The same for two vectors of equal size whose last dimension is `columns`.
 template <class Actual, class Expected>
-Comparison compare(const std::vector<Actual>& actual, const std::vector<Expected>& expected, std::int64_t columns) {
+Comparison compare(const std::vector<Actual>& actual, const std::vector<Expected>& expected, std::int64_t columns,
+                   double floor_part = row_floor) {
   if (actual.size() != expected.size()) {
     throw std::invalid_argument("compare: actual has " + std::to_string(actual.size()) + " elements, expected has " +
                                 std::to_string(expected.size()));
@@ -78,7 +83,8 @@ Comparison compare(const std::vector<Actual>& actual, const std::vector<Expected
     throw std::invalid_argument("compare: " + std::to_string(expected.size()) + " elements do not make rows of " +
                                 std::to_string(columns));
   }
-  return compare(actual.data(), expected.data(), static_cast<std::int64_t>(expected.size()) / columns, columns);
+  return compare(actual.data(), expected.data(), static_cast<std::int64_t>(expected.size()) / columns, columns,
+                 floor_part);
 }
 
 }  // namespace moelith::reference

@@ -1,5 +1,5 @@
-// `moelith bench`: median times of forward and backward, their rates, the fraction of a dense product's rate in the same
-// run, and memory. Inputs and routing change from call to call (three sets in turn), weights stay.
+// `moelith bench`: median times of forward and backward, their rates, the fraction of a dense product's rate in the
+// same run, and memory. Inputs and routing change from call to call (three sets in turn), weights stay.
 #include <sys/resource.h>
 
 #include <algorithm>
@@ -62,9 +62,8 @@ int run_bench(const Streams& streams, const BenchOptions& o) {
     const auto& [inputs, output_gradients] = problem.variants[static_cast<std::size_t>(n % variants)];
     const double w = seconds_of([&] { plan.forward(inputs, problem.outputs, nullptr, workspace.data()); });
     const double f = seconds_of([&] { plan.forward(inputs, problem.outputs, saved.data(), workspace.data()); });
-    const double b = seconds_of([&] {
-      plan.backward(inputs, saved.data(), output_gradients, problem.gradients, workspace.data());
-    });
+    const double b =
+        seconds_of([&] { plan.backward(inputs, saved.data(), output_gradients, problem.gradients, workspace.data()); });
     if (n == 0) return;
     without_gradients.push_back(w);
     forward.push_back(f);
@@ -86,7 +85,8 @@ int run_bench(const Streams& streams, const BenchOptions& o) {
   std::vector<DenseRate> dense{own_dense_rate(config, o.run, tokens, o.seconds)};
   if (auto rate = onednn_dense_rate(config, o.run, tokens, o.seconds)) dense.push_back(*rate);
   const auto fastest = [&](double DenseRate::*rate) -> const DenseRate& {
-    return *std::max_element(dense.begin(), dense.end(), [&](const DenseRate& x, const DenseRate& y) { return x.*rate < y.*rate; });
+    return *std::max_element(dense.begin(), dense.end(),
+                             [&](const DenseRate& x, const DenseRate& y) { return x.*rate < y.*rate; });
   };
   const DenseRate& best_forward = fastest(&DenseRate::forward_tflops);
   const DenseRate& best_both = fastest(&DenseRate::forward_backward_tflops);
@@ -102,42 +102,47 @@ int run_bench(const Streams& streams, const BenchOptions& o) {
                        {"forward_tflops", rate.forward_tflops},
                        {"forward_backward_tflops", rate.forward_backward_tflops}});
     }
-    streams.out << Json{{"forward_ms", f * 1e3},
-                        {"backward_ms", b * 1e3},
-                        {"forward_without_gradients_ms", median(without_gradients) * 1e3},
-                        {"forward_tflops", forward_tflops},
-                        {"backward_tflops", backward_tflops},
-                        {"forward_backward_tflops", both_tflops},
-                        {"fraction_of_dense", {{"forward", fraction_forward}, {"forward_backward", fraction_both}}},
-                        {"dense", {{"forward_is", best_forward.name}, {"forward_backward_is", best_both.name}, {"rates", rates}}},
-                        {"device", o.run.device},
-                        {"threads", threads},
-                        {"tokens", tokens},
-                        {"tokens_per_s", static_cast<double>(tokens) / (f + b)},
-                        {"routing", o.run.routing},
-                        {"load", {{"routes", median(routes)}, {"largest_over_mean", median(largest) / mean_load}}},
-                        {"rounds", forward.size()},
-                        {"seed", o.run.seed},
-                        {"recompute", o.run.recompute},
-                        {"memory_bytes",
-                         {{"weights", problem.weight_bytes},
-                          {"weight_gradients", problem.gradient_bytes},
-                          {"saved", sizes.saved},
-                          {"workspace", sizes.workspace},
-                          {"peak_of_process", layer_memory}}},
-                        {"saved_formula", sizes.formula},
-                        {"config", to_json(config)}}
-                       .dump(2)
-                << "\n";
+    streams.out
+        << Json{{"forward_ms", f * 1e3},
+                {"backward_ms", b * 1e3},
+                {"forward_without_gradients_ms", median(without_gradients) * 1e3},
+                {"forward_tflops", forward_tflops},
+                {"backward_tflops", backward_tflops},
+                {"forward_backward_tflops", both_tflops},
+                {"fraction_of_dense", {{"forward", fraction_forward}, {"forward_backward", fraction_both}}},
+                {"dense",
+                 {{"forward_is", best_forward.name}, {"forward_backward_is", best_both.name}, {"rates", rates}}},
+                {"device", o.run.device},
+                {"threads", threads},
+                {"tokens", tokens},
+                {"tokens_per_s", static_cast<double>(tokens) / (f + b)},
+                {"routing", o.run.routing},
+                {"load", {{"routes", median(routes)}, {"largest_over_mean", median(largest) / mean_load}}},
+                {"rounds", forward.size()},
+                {"seed", o.run.seed},
+                {"recompute", o.run.recompute},
+                {"memory_bytes",
+                 {{"weights", problem.weight_bytes},
+                  {"weight_gradients", problem.gradient_bytes},
+                  {"saved", sizes.saved},
+                  {"workspace", sizes.workspace},
+                  {"peak_of_process", layer_memory}}},
+                {"saved_formula", sizes.formula},
+                {"config", to_json(config)}}
+               .dump(2)
+        << "\n";
     return success;
   }
   const auto mb = [](double bytes) { return fmt::format("{:.1f} MB", bytes * 1e-6); };
-  fmt::print(streams.out, "{}\nT {}, routing {} (the fullest expert has {:.2f} x the mean), {} {} threads, {} rounds\n\n", summary(config),
-             tokens, o.run.routing, median(largest) / mean_load, o.run.device, threads, forward.size());
+  fmt::print(
+      streams.out, "{}\nT {}, routing {} (the fullest expert has {:.2f} x the mean), {} {} threads, {} rounds\n\n",
+      summary(config), tokens, o.run.routing, median(largest) / mean_load, o.run.device, threads, forward.size());
   fmt::print(streams.out, "{:<22} {:>10} {:>10} {:>10}\n", "", "ms", "TFLOP/s", "of dense");
-  fmt::print(streams.out, "{:<22} {:>10.2f} {:>10.4f} {:>10.2f}\n", "forward", f * 1e3, forward_tflops, fraction_forward);
+  fmt::print(streams.out, "{:<22} {:>10.2f} {:>10.4f} {:>10.2f}\n", "forward", f * 1e3, forward_tflops,
+             fraction_forward);
   fmt::print(streams.out, "{:<22} {:>10.2f} {:>10.4f}\n", "backward", b * 1e3, backward_tflops);
-  fmt::print(streams.out, "{:<22} {:>10.2f} {:>10.4f} {:>10.2f}\n", "forward + backward", (f + b) * 1e3, both_tflops, fraction_both);
+  fmt::print(streams.out, "{:<22} {:>10.2f} {:>10.4f} {:>10.2f}\n", "forward + backward", (f + b) * 1e3, both_tflops,
+             fraction_both);
   fmt::print(streams.out, "{:<22} {:>10.2f}\n\n", "without gradients", median(without_gradients) * 1e3);
   for (const DenseRate& rate : dense) {
     fmt::print(streams.out, "dense: {:.4f} TFLOP/s forward, {:.4f} forward + backward ({})\n", rate.forward_tflops,

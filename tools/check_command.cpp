@@ -5,6 +5,11 @@
 //   bfloat16 1e-2: a result is rounded to 8 bits (2^-9 at most), and what it was made of once or twice before
 //   float32  2e-5: sums of thousands of terms in float32
 //   float64  1e-12
+// A row's error is relative to the row, or to the root mean square of the tensor's rows where the row is smaller than
+// that and cancels by nature: in the gradients of the weights (an expert's few tokens may all lie where the activation
+// is flat) and of the router's inputs (dot products, and differences of nearly equal ones). In these tensors, with up
+// to a hundred thousand rows of few terms each, the worst row may be off by twice as much.
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <limits>
@@ -86,15 +91,21 @@ class Checker {
   void compare(const std::string& name, const TensorView& actual, const std::vector<double>& expected) {
     const std::int64_t columns = actual.shape[static_cast<std::size_t>(actual.rank - 1)];
     if (expected.empty() && actual.numel() == 0) return add(name, {});
-    add(name, reference::compare(to_doubles(actual), expected, columns), tolerance_);
+    const bool may_cancel = name.rfind("d_", 0) == 0 && name != "d_x";
+    add(name,
+        reference::compare(to_doubles(actual), expected, columns,
+                           may_cancel ? reference::scale_floor : reference::row_floor),
+        tolerance_, may_cancel ? 2 * tolerance_ : tolerance_);
   }
   // Whole numbers: any difference is an error; rel_fro is the share of rows that differ.
   template <class T>
-  void equal(const std::string& name, const std::vector<T>& actual, const std::vector<T>& expected, std::int64_t columns) {
+  void equal(const std::string& name, const std::vector<T>& actual, const std::vector<T>& expected,
+             std::int64_t columns) {
     reference::Comparison result;
     std::int64_t rows = static_cast<std::int64_t>(expected.size()) / std::max<std::int64_t>(columns, 1), bad = 0;
     for (std::int64_t r = 0; r < rows; ++r) {
-      if (std::equal(actual.begin() + r * columns, actual.begin() + (r + 1) * columns, expected.begin() + r * columns)) continue;
+      const std::int64_t begin = r * columns, end = begin + columns;
+      if (std::equal(actual.begin() + begin, actual.begin() + end, expected.begin() + begin)) continue;
       if (bad++ == 0) result.worst_row_index = r;
     }
     if (bad > 0) {
@@ -104,17 +115,24 @@ class Checker {
     add(name, result);
   }
 
+  struct Result {
+    std::string name;
+    reference::Comparison error;
+    bool right;
+  };
   bool pass() const { return pass_; }
-  const std::vector<std::pair<std::string, reference::Comparison>>& results() const { return results_; }
+  const std::vector<Result>& results() const { return results_; }
 
  private:
-  void add(const std::string& name, const reference::Comparison& result, double tolerance = 0.0) {
-    pass_ &= result.within(tolerance);
-    results_.emplace_back(name, result);
+  void add(const std::string& name, const reference::Comparison& error, double tolerance = 0.0,
+           double row_tolerance = 0.0) {
+    const bool right = error.rel_fro <= tolerance && error.worst_row <= row_tolerance;
+    pass_ &= right;
+    results_.push_back({name, error, right});
   }
   double tolerance_;
   bool pass_ = true;
-  std::vector<std::pair<std::string, reference::Comparison>> results_;
+  std::vector<Result> results_;
 };
 
 int run_check(const Streams& streams, const CheckOptions& o) {
@@ -146,8 +164,8 @@ int run_check(const Streams& streams, const CheckOptions& o) {
   in.topk_weights = one(inputs.topk_weights);
   in.selection_bias = one(inputs.selection_bias);
   in.shared_gate_logits = one(inputs.shared_gate_logits);
-  const reference::OutputGradients upstream{one(output_gradients.y), {}, one(output_gradients.aux_loss),
-                                            one(output_gradients.z_loss)};
+  const reference::OutputGradients upstream{
+      one(output_gradients.y), {}, one(output_gradients.aux_loss), one(output_gradients.z_loss)};
   const auto start = std::chrono::steady_clock::now();
   const reference::ReferenceResult expected = reference::forward(config, weights, in, o.run.threads);
   const reference::ReferenceGradients gradients = reference::backward(config, weights, in, upstream, o.run.threads);
@@ -183,32 +201,31 @@ int run_check(const Streams& streams, const CheckOptions& o) {
     // JSON has no infinity: the largest double stands for it.
     const auto finite = [](double value) { return std::isfinite(value) ? value : std::numeric_limits<double>::max(); };
     Json tensors = Json::object();
-    for (const auto& [name, result] : checker.results()) {
-      tensors[name] = {{"rel_fro", finite(result.rel_fro)},
-                       {"worst_row", finite(result.worst_row)},
-                       {"worst_row_index", result.worst_row_index}};
+    for (const auto& [name, error, right] : checker.results()) {
+      tensors[name] = {{"rel_fro", finite(error.rel_fro)},
+                       {"worst_row", finite(error.worst_row)},
+                       {"worst_row_index", error.worst_row_index},
+                       {"pass", right}};
     }
-    streams.out << Json{{"pass", checker.pass()},
-                        {"tolerance", tolerance},
-                        {"device", o.run.device},
-                        {"tokens", tokens},
-                        {"shrink", shrink},
-                        {"seed", o.run.seed},
-                        {"routing", o.run.routing},
-                        {"entry", inputs.router_logits.given() ? "logits" : "ids"},
-                        {"config", to_json(config)},
-                        {"tensors", tensors}}
+    streams.out << Json{{"pass", checker.pass()},    {"tolerance", tolerance},
+                        {"device", o.run.device},    {"tokens", tokens},
+                        {"shrink", shrink},          {"seed", o.run.seed},
+                        {"routing", o.run.routing},  {"entry", inputs.router_logits.given() ? "logits" : "ids"},
+                        {"config", to_json(config)}, {"tensors", tensors}}
                        .dump(2)
                 << "\n";
   } else {
     fmt::print(streams.out, "{}, T {}, routing {}, seed {}\n", summary(config), tokens, o.run.routing, o.run.seed);
     if (shrink > 1) fmt::print(streams.out, "sizes divided by {} (--shrink 1 for the full layer)\n", shrink);
-    fmt::print(streams.out, "against the fp64 reference ({:.1f} s); allowed error {:.0e}, ids and counts exact\n\n", seconds, tolerance);
+    fmt::print(streams.out,
+               "against the fp64 reference ({:.1f} s); allowed error {:.0e} (rows of gradients of weights and router: "
+               "twice that), "
+               "ids and counts exact\n\n",
+               seconds, tolerance);
     fmt::print(streams.out, "{:<24} {:>10} {:>10} {:>8}\n", "tensor", "error", "worst row", "at row");
-    for (const auto& [name, result] : checker.results()) {
-      const bool whole = name == "topk_ids" || name == "expert_counts";
-      fmt::print(streams.out, "{:<24} {:>10.2e} {:>10.2e} {:>8}{}\n", name, result.rel_fro, result.worst_row, result.worst_row_index,
-                 result.within(whole ? 0.0 : tolerance) ? "" : "   WRONG");
+    for (const auto& [name, error, right] : checker.results()) {
+      fmt::print(streams.out, "{:<24} {:>10.2e} {:>10.2e} {:>8}{}\n", name, error.rel_fro, error.worst_row,
+                 error.worst_row_index, right ? "" : "   WRONG");
     }
     fmt::print(streams.out, "\n{}\n", checker.pass() ? "pass" : "FAIL");
   }
@@ -223,13 +240,16 @@ void add_check(CLI::App& program, Streams streams, Run& run) {
   auto options = std::make_shared<CheckOptions>();
   add_layer_options(*command, options->layer);
   add_run_options(*command, options->run);
-  command->add_option("--shrink", options->shrink,
-                      "divide H and the intermediate sizes by this; 0: for a preset or a file as it takes to finish in "
-                      "seconds, otherwise 1")
+  command
+      ->add_option("--shrink", options->shrink,
+                   "divide H and the intermediate sizes by this; 0: for a preset or a file as it takes to finish in "
+                   "seconds, otherwise 1")
       ->check(CLI::Range(std::int64_t{0}, std::int64_t{1024}))
       ->capture_default_str();
-  command->add_option("--tolerance", options->tolerance,
-                      "allowed error of each tensor and row; 0: 1e-2 (bfloat16), 2e-5 (float32), 1e-12 (float64)")
+  command
+      ->add_option("--tolerance", options->tolerance,
+                   "allowed error of each tensor and row (rows of gradients of weights and router: twice that); 0: "
+                   "1e-2 (bfloat16), 2e-5 (float32), 1e-12 (float64)")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
   command->callback([=, &run] { run = [=] { return run_check(streams, *options); }; });

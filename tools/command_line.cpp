@@ -31,13 +31,9 @@ int run_command_line(const std::vector<std::string>& args, std::ostream& out, st
     return run();
   } catch (const CLI::ParseError& error) {
     return program.exit(error, out, err) == 0 ? success : bad_input;
-  } catch (const Error& error) {
-    err << "moelith: " << error.what() << "\n";
-  } catch (const std::bad_alloc&) {
+  } catch (const Error& error) { err << "moelith: " << error.what() << "\n"; } catch (const std::bad_alloc&) {
     err << "moelith: out of memory; fewer tokens or smaller sizes need less\n";
-  } catch (const std::exception& error) {
-    err << "moelith: " << error.what() << "\n";
-  }
+  } catch (const std::exception& error) { err << "moelith: " << error.what() << "\n"; }
   return bad_input;
 }
 

@@ -15,8 +15,8 @@ inline constexpr int success = 0;
 inline constexpr int check_failed = 1;  // `check`: a result is not right
 inline constexpr int bad_input = 2;     // options or files that make no sense, or a device that is not there
 
-// The whole program; args[0] is the first argument, not the program's name. `out` gets results alone, so that --json can
-// be piped; `err` gets errors and remarks. Never throws.
+// The whole program; args[0] is the first argument, not the program's name. `out` gets results alone, so that --json
+// can be piped; `err` gets errors and remarks. Never throws.
 int run_command_line(const std::vector<std::string>& args, std::ostream& out, std::ostream& err);
 
 // "0.1.0", of the library.

@@ -65,11 +65,13 @@ double matmul_tflops(dnnl::memory::data_type type, DataType dtype, std::int64_t 
     const dnnl::engine engine(dnnl::engine::kind::cpu, 0);
     dnnl::stream stream(engine);
     const dnnl::memory::desc a({m, k}, type, dnnl::memory::format_tag::ab);
-    const dnnl::memory::desc b({k, n}, type, dnnl::memory::format_tag::ba);  // weights are stored [n, k], as in the layer
+    const dnnl::memory::desc b({k, n}, type,
+                               dnnl::memory::format_tag::ba);  // weights are stored [n, k], as in the layer
     const dnnl::memory::desc c({m, n}, type, dnnl::memory::format_tag::ab);
     const dnnl::matmul product(dnnl::matmul::primitive_desc(dnnl::matmul::desc(a, b, c), engine));
     TensorStore store;
-    const TensorView left = store.add(dtype, {m, k}), right = store.add(dtype, {n, k}), result = store.add(dtype, {m, n});
+    const TensorView left = store.add(dtype, {m, k}), right = store.add(dtype, {n, k}),
+                     result = store.add(dtype, {m, n});
     fill_normal(left, 0, 1, seed, 1);
     fill_normal(right, 0, 1, seed, 2);
     dnnl::memory am(a, engine, left.data), bm(b, engine, right.data), cm(c, engine, result.data);
@@ -82,14 +84,13 @@ double matmul_tflops(dnnl::memory::data_type type, DataType dtype, std::int64_t 
       if (round > 0) times.push_back(time);
     });
     return 2e-12 * static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k) / median(times);
-  } catch (const dnnl::error&) {
-    return 0;
-  }
+  } catch (const dnnl::error&) { return 0; }
 }
 
 }  // namespace
 
-std::optional<DenseRate> onednn_dense_rate(const LayerConfig& config, const RunOptions& run, std::int64_t tokens, double seconds) {
+std::optional<DenseRate> onednn_dense_rate(const LayerConfig& config, const RunOptions& run, std::int64_t tokens,
+                                           double seconds) {
   if (config.dtype == DataType::float64) return std::nullopt;
   if (omp_set_num_threads != nullptr) {
     omp_set_num_threads(run.threads > 0 ? run.threads : executors::cpu::available_workers());

@@ -21,7 +21,8 @@ std::string value_in(const char* path, const std::string& key) {
   std::string line;
   while (std::getline(file, line)) {
     const std::size_t colon = line.find(':');
-    if (line.rfind(key, 0) == 0 && colon != std::string::npos && colon + 2 <= line.size()) return line.substr(colon + 2);
+    if (line.rfind(key, 0) == 0 && colon != std::string::npos && colon + 2 <= line.size())
+      return line.substr(colon + 2);
   }
   return "unknown";
 }
@@ -37,9 +38,7 @@ std::string obstacle(DeviceKind device, DataType dtype) {
   try {
     Plan::create(config, options);
     return "";
-  } catch (const Error& error) {
-    return error.what();
-  }
+  } catch (const Error& error) { return error.what(); }
 }
 
 int run_info(const Streams& streams, bool json) {
@@ -49,9 +48,7 @@ int run_info(const Streams& streams, bool json) {
   std::string used;
   try {
     used = cpu::to_string(cpu::instruction_set());
-  } catch (const Error& error) {
-    used = std::string("none: ") + error.what();
-  }
+  } catch (const Error& error) { used = std::string("none: ") + error.what(); }
   Json devices = Json::array();
   for (const DeviceKind device : {DeviceKind::cpu, DeviceKind::cuda}) {
     Json types = Json::object();
@@ -84,7 +81,8 @@ int run_info(const Streams& streams, bool json) {
   for (const Json& device : devices) {
     fmt::print(streams.out, "device {}\n", device["device"].get<std::string>());
     for (const auto& [dtype, state] : device["dtypes"].items()) {
-      fmt::print(streams.out, "  {:<10}{}\n", dtype, state.is_boolean() ? "runs" : "does not run: " + state.get<std::string>());
+      fmt::print(streams.out, "  {:<10}{}\n", dtype,
+                 state.is_boolean() ? "runs" : "does not run: " + state.get<std::string>());
     }
   }
   return success;
@@ -93,7 +91,8 @@ int run_info(const Streams& streams, bool json) {
 }  // namespace
 
 void add_info(CLI::App& program, Streams streams, Run& run) {
-  auto* command = program.add_subcommand("info", "devices of this machine, what runs on them and why something does not");
+  auto* command =
+      program.add_subcommand("info", "devices of this machine, what runs on them and why something does not");
   auto json = std::make_shared<bool>(false);
   add_json_option(*command, *json);
   command->callback([=, &run] { run = [=] { return run_info(streams, *json); }; });

@@ -1,7 +1,7 @@
 #include "options.hpp"
 
-#include <CLI/CLI.hpp>
 #include <fmt/format.h>
+#include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
 #include "moelith/presets.hpp"
@@ -122,9 +122,10 @@ void add_run_options(CLI::App& command, RunOptions& o) {
       ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 31))
       ->capture_default_str();
   command.add_option("--seed", o.seed, "of all random values")->capture_default_str();
-  command.add_option("--routing", o.routing,
-                     "balanced (as even as it can be), uniform (random), zipf (few experts take most), one-expert (one "
-                     "takes every token), file")
+  command
+      .add_option("--routing", o.routing,
+                  "balanced (as even as it can be), uniform (random), zipf (few experts take most), one-expert (one "
+                  "takes every token), file")
       ->capture_default_str();
   command.add_option("--zipf-exponent", o.zipf_exponent, "--routing zipf: an expert's share falls as 1 / rank^this")
       ->check(CLI::Range(0.0, 10.0))
@@ -190,8 +191,9 @@ Json to_json(const LayerConfig& c) {
 }
 
 std::string summary(const LayerConfig& c) {
-  std::string text = fmt::format("H {}, I {}, E {}, k {}, {}, {}, {}", c.hidden_size, c.intermediate_size, c.num_experts,
-                                 c.top_k, to_string(c.activation.kind), to_string(c.router.kind), to_string(c.dtype));
+  std::string text =
+      fmt::format("H {}, I {}, E {}, k {}, {}, {}, {}", c.hidden_size, c.intermediate_size, c.num_experts, c.top_k,
+                  to_string(c.activation.kind), to_string(c.router.kind), to_string(c.dtype));
   for (const SharedExpertConfig& shared : c.shared_experts) {
     text += fmt::format(", shared expert of {}{}", shared.intermediate_size, shared.gated ? " (gated)" : "");
   }

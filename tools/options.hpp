@@ -45,7 +45,7 @@ LayerConfig shrunk(LayerConfig config, std::int64_t factor);
 // Where and how it runs.
 struct RunOptions {
   std::string device = "cpu";
-  int threads = 0;  // 0: all that the process may use
+  int threads = 0;          // 0: all that the process may use
   std::int64_t tokens = 0;  // 0: chosen by the command
   std::uint64_t seed = 1;
   std::string routing = "uniform", routing_file, entry = "logits";

@@ -22,8 +22,8 @@ class Random {
   std::uint64_t bits(std::uint64_t index) const { return mixed(key_ + index * 0xd1342543de82ef95ull); }
   // In (0, 1).
   double uniform(std::uint64_t index) const { return (static_cast<double>(bits(index) >> 11) + 0.5) * 0x1p-53; }
-  // Mean 0, variance 1, within +-3.5: the sum of four uniform draws of 16 bits. Near enough to a normal distribution for
-  // values of order 1, and cheap enough for billions of weights.
+  // Mean 0, variance 1, within +-3.5: the sum of four uniform draws of 16 bits. Near enough to a normal distribution
+  // for values of order 1, and cheap enough for billions of weights.
   float normal(std::uint64_t index) const {
     const std::uint64_t b = bits(index);
     const auto sum = static_cast<float>((b & 0xffff) + (b >> 16 & 0xffff) + (b >> 32 & 0xffff) + (b >> 48));

@@ -46,16 +46,32 @@ void fill(const TensorView& view, F value) {
     case DataType::bfloat16:
       set(static_cast<bfloat16*>(view.data), [](double v) { return numerics::to_bfloat16(static_cast<float>(v)); });
       break;
-    case DataType::int64: set(static_cast<std::int64_t*>(view.data), [](double v) { return static_cast<std::int64_t>(v); }); break;
-    case DataType::int32: set(static_cast<std::int32_t*>(view.data), [](double v) { return static_cast<std::int32_t>(v); }); break;
-    case DataType::uint8: set(static_cast<std::uint8_t*>(view.data), [](double v) { return static_cast<std::uint8_t>(v); }); break;
+    case DataType::int64:
+      set(static_cast<std::int64_t*>(view.data), [](double v) { return static_cast<std::int64_t>(v); });
+      break;
+    case DataType::int32:
+      set(static_cast<std::int32_t*>(view.data), [](double v) { return static_cast<std::int32_t>(v); });
+      break;
+    case DataType::uint8:
+      set(static_cast<std::uint8_t*>(view.data), [](double v) { return static_cast<std::uint8_t>(v); });
+      break;
   }
 }
 
 // Streams of Random: one for each kind of tensor; a shared expert or a variant adds its number times `streams`.
 enum Stream : std::uint64_t {
-  x_stream = 16, logit_stream, weight_stream, selection_bias_stream, shared_gate_stream, dy_stream, loss_stream,
-  gate_up_stream, gate_up_bias_stream, down_stream, down_bias_stream, streams = 64,
+  x_stream = 16,
+  logit_stream,
+  weight_stream,
+  selection_bias_stream,
+  shared_gate_stream,
+  dy_stream,
+  loss_stream,
+  gate_up_stream,
+  gate_up_bias_stream,
+  down_stream,
+  down_bias_stream,
+  streams = 64,
 };
 
 }  // namespace
@@ -81,7 +97,9 @@ TensorView TensorStore::add(DataType type, std::initializer_list<std::int64_t> s
 
 void fill_normal(const TensorView& view, double mean, double scale, std::uint64_t seed, std::uint64_t stream) {
   const Random random(seed, stream);
-  fill(view, [=](std::int64_t i) { return mean + scale * static_cast<double>(random.normal(static_cast<std::uint64_t>(i))); });
+  fill(view, [=](std::int64_t i) {
+    return mean + scale * static_cast<double>(random.normal(static_cast<std::uint64_t>(i)));
+  });
 }
 
 std::vector<double> to_doubles(const TensorView& view) {
@@ -93,13 +111,22 @@ std::vector<double> to_doubles(const TensorView& view) {
   };
   switch (view.dtype) {
     case DataType::float64: get(static_cast<const double*>(view.data), [](double v) { return v; }); break;
-    case DataType::float32: get(static_cast<const float*>(view.data), [](float v) { return static_cast<double>(v); }); break;
-    case DataType::bfloat16:
-      get(static_cast<const bfloat16*>(view.data), [](bfloat16 v) { return static_cast<double>(numerics::to_float(v)); });
+    case DataType::float32:
+      get(static_cast<const float*>(view.data), [](float v) { return static_cast<double>(v); });
       break;
-    case DataType::int64: get(static_cast<const std::int64_t*>(view.data), [](std::int64_t v) { return static_cast<double>(v); }); break;
-    case DataType::int32: get(static_cast<const std::int32_t*>(view.data), [](std::int32_t v) { return static_cast<double>(v); }); break;
-    case DataType::uint8: get(static_cast<const std::uint8_t*>(view.data), [](std::uint8_t v) { return static_cast<double>(v); }); break;
+    case DataType::bfloat16:
+      get(static_cast<const bfloat16*>(view.data),
+          [](bfloat16 v) { return static_cast<double>(numerics::to_float(v)); });
+      break;
+    case DataType::int64:
+      get(static_cast<const std::int64_t*>(view.data), [](std::int64_t v) { return static_cast<double>(v); });
+      break;
+    case DataType::int32:
+      get(static_cast<const std::int32_t*>(view.data), [](std::int32_t v) { return static_cast<double>(v); });
+      break;
+    case DataType::uint8:
+      get(static_cast<const std::uint8_t*>(view.data), [](std::uint8_t v) { return static_cast<double>(v); });
+      break;
   }
   return values;
 }
@@ -121,13 +148,16 @@ void require_memory(double bytes, const std::string& what) {
     std::getline(file, unit);
     if (name != "MemAvailable:") continue;
     if (bytes <= kibibytes * 1024) return;
-    throw Error(Status::invalid_argument,
-                fmt::format("{} needs about {:.1f} GB of memory, and {:.1f} GB are free; fewer experts or tokens, smaller "
-                            "sizes or --shrink need less", what, bytes * 1e-9, kibibytes * 1024e-9));
+    throw Error(
+        Status::invalid_argument,
+        fmt::format("{} needs about {:.1f} GB of memory, and {:.1f} GB are free; fewer experts or tokens, smaller "
+                    "sizes or --shrink need less",
+                    what, bytes * 1e-9, kibibytes * 1024e-9));
   }
 }
 
-Problem make_problem(const LayerConfig& config, std::int64_t tokens, const RouteSpec& routes, Entry entry, int variants) {
+Problem make_problem(const LayerConfig& config, std::int64_t tokens, const RouteSpec& routes, Entry entry,
+                     int variants) {
   Problem p;
   p.config = config;
   p.tokens = tokens;
@@ -157,7 +187,8 @@ Problem make_problem(const LayerConfig& config, std::int64_t tokens, const Route
       Weights::Shared& shared = weights.shared.emplace_back();
       shared.gate_up_proj = filled({config.gate_up_rows(width), h}, inverse_root(h), gate_up_stream + other);
       shared.down_proj = filled({h, width}, 2.0 * inverse_root(width), down_stream + other);
-      if (config.gate_up_bias) shared.gate_up_bias = filled({config.gate_up_rows(width)}, 0.5, gate_up_bias_stream + other);
+      if (config.gate_up_bias)
+        shared.gate_up_bias = filled({config.gate_up_rows(width)}, 0.5, gate_up_bias_stream + other);
       if (config.down_bias) shared.down_bias = filled({h}, 0.5, down_bias_stream + other);
     }
     p.weight_bytes = p.store.bytes() - before;
@@ -195,7 +226,8 @@ Problem make_problem(const LayerConfig& config, std::int64_t tokens, const Route
       std::copy(ids.begin(), ids.end(), static_cast<std::int32_t*>(in.topk_ids.data));
       in.topk_weights = p.store.add(accumulator, {tokens, k});
       const Random draw(seed, weight_stream + other);
-      fill(in.topk_weights, [draw](std::int64_t at) { return 0.1 + 0.9 * draw.uniform(static_cast<std::uint64_t>(at)); });
+      fill(in.topk_weights,
+           [draw](std::int64_t at) { return 0.1 + 0.9 * draw.uniform(static_cast<std::uint64_t>(at)); });
     }
     const bool gated = std::any_of(config.shared_experts.begin(), config.shared_experts.end(),
                                    [](const SharedExpertConfig& shared) { return shared.gated; });

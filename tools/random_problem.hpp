@@ -1,5 +1,6 @@
-// Random tensors of a layer, with values of order 1 all the way through: x and dY are about N(0, 1), and weights are scaled
-// so that pre-activations and outputs are of order 1 too. (With values of 1e-5 a wrong result would pass for rounding.)
+// Random tensors of a layer, with values of order 1 all the way through: x and dY are about N(0, 1), and weights are
+// scaled so that pre-activations and outputs are of order 1 too. (With values of 1e-5 a wrong result would pass for
+// rounding.)
 #pragma once
 
 #include <cstdint>
@@ -66,13 +67,15 @@ struct Problem {
   };
   std::vector<Variant> variants;
   Outputs outputs;
-  InputGradients gradients;  // all that there are
+  InputGradients gradients;                            // all that there are
   std::uint64_t weight_bytes = 0, gradient_bytes = 0;  // of the weights alone
 };
 
 // Entry::logits: logits such that the router's choice is that of `routes`, as far as its rules allow, by a wide margin.
-// A file's routes, which may hold -1, always come in as ids. E = 1 and k = 1 with Entry::logits: a router of one expert.
-Problem make_problem(const LayerConfig& config, std::int64_t tokens, const RouteSpec& routes, Entry entry, int variants);
+// A file's routes, which may hold -1, always come in as ids. E = 1 and k = 1 with Entry::logits: a router of one
+// expert.
+Problem make_problem(const LayerConfig& config, std::int64_t tokens, const RouteSpec& routes, Entry entry,
+                     int variants);
 
 // Calls f(name, gradient) for x, the router's inputs and all weights whose gradient is wanted.
 template <class F>

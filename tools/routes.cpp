@@ -62,7 +62,8 @@ class Sampler {
     return highest(config_.num_experts, config_.top_k, [&](std::int32_t e) {
       if (!allowed[static_cast<std::size_t>(e / size)]) return -INFINITY;
       if (e == first_) return float(INFINITY);
-      return float(std::log(experts_.uniform(base + static_cast<std::uint64_t>(e))) / weights_[static_cast<std::size_t>(e)]);
+      return float(std::log(experts_.uniform(base + static_cast<std::uint64_t>(e))) /
+                   weights_[static_cast<std::size_t>(e)]);
     });
   }
 
@@ -74,8 +75,8 @@ class Sampler {
 };
 
 // Token t takes k experts in a row from a fixed random order, one token starting where the one before ended: after any
-// number of tokens two experts differ by at most one route. With groups, the order goes through whole sets of top_groups
-// neighbouring groups, since a row must stay within such a set.
+// number of tokens two experts differ by at most one route. With groups, the order goes through whole sets of
+// top_groups neighbouring groups, since a row must stay within such a set.
 std::vector<std::int32_t> balanced(const LayerConfig& config, const RouteSpec& spec, std::int64_t tokens) {
   const std::int32_t size = config.num_experts / config.router.num_groups, k = config.top_k;
   const bool limited = config.router.top_groups < config.router.num_groups;
@@ -87,7 +88,8 @@ std::vector<std::int32_t> balanced(const LayerConfig& config, const RouteSpec& s
   for (std::int64_t t = 0; t < tokens; ++t) {
     const std::int64_t set = t % sets, begin = t / sets * k;
     for (std::int32_t j = 0; j < k; ++j) {
-      ids.push_back(static_cast<std::int32_t>(set * set_size) + order[static_cast<std::size_t>((begin + j) % set_size)]);
+      ids.push_back(static_cast<std::int32_t>(set * set_size) +
+                    order[static_cast<std::size_t>((begin + j) % set_size)]);
     }
   }
   return ids;

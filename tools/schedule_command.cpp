@@ -19,8 +19,8 @@
 namespace moelith::tools {
 namespace {
 
-using executors::simulator::Simulation;
 using executors::simulator::simulate;
+using executors::simulator::Simulation;
 using executors::simulator::tile_work;
 using schedule::Direction;
 using schedule::Pass;
@@ -49,7 +49,8 @@ struct WorkerSpeed {
   double flops, bytes, overhead;  // a second; seconds for each tile
 };
 WorkerSpeed speed_of(const ScheduleOptions& o) {
-  WorkerSpeed speed = device_kind(o.run.device) == DeviceKind::cpu ? WorkerSpeed{60e9, 8e9, 2e-6} : WorkerSpeed{4.5e12, 25e9, 0.5e-6};
+  WorkerSpeed speed =
+      device_kind(o.run.device) == DeviceKind::cpu ? WorkerSpeed{60e9, 8e9, 2e-6} : WorkerSpeed{4.5e12, 25e9, 0.5e-6};
   if (o.gflops > 0) speed.flops = o.gflops * 1e9;
   if (o.gigabytes > 0) speed.bytes = o.gigabytes * 1e9;
   if (o.overhead_us >= 0) speed.overhead = o.overhead_us * 1e-6;
@@ -120,7 +121,8 @@ Json to_json(const Simulation& s, int workers) {
   for (int i = 0; i < schedule::stage_count; ++i) {
     const StageSum& sum = sums[static_cast<std::size_t>(i)];
     if (sum.tiles == 0) continue;
-    stages[schedule::to_string(static_cast<schedule::Stage>(i))] = {{"tiles", sum.tiles}, {"work_ms", sum.seconds * 1e3}};
+    stages[schedule::to_string(static_cast<schedule::Stage>(i))] = {{"tiles", sum.tiles},
+                                                                    {"work_ms", sum.seconds * 1e3}};
   }
   Json path = Json::array();
   for (const std::int64_t index : s.critical) {
@@ -141,20 +143,22 @@ Json to_json(const Simulation& s, int workers) {
 }
 
 void print(std::ostream& out, const char* name, const Simulation& s, int workers) {
-  fmt::print(out, "\n{}: {} tiles, {:.3f} ms on {} workers ({:.0f} % busy), work {:.3f} ms, critical path {:.3f} ms\n", name,
-             s.spans.size(), s.makespan * 1e3, workers, s.makespan > 0 ? 100 * s.work / (s.makespan * workers) : 100.0, s.work * 1e3,
-             s.critical_path * 1e3);
+  fmt::print(out, "\n{}: {} tiles, {:.3f} ms on {} workers ({:.0f} % busy), work {:.3f} ms, critical path {:.3f} ms\n",
+             name, s.spans.size(), s.makespan * 1e3, workers,
+             s.makespan > 0 ? 100 * s.work / (s.makespan * workers) : 100.0, s.work * 1e3, s.critical_path * 1e3);
   const auto sums = sums_of(s);
   for (int i = 0; i < schedule::stage_count; ++i) {
     const StageSum& sum = sums[static_cast<std::size_t>(i)];
     if (sum.tiles == 0) continue;
-    fmt::print(out, "  {:<18} {:>9} tiles {:>12.3f} ms of work {:>5.1f} %\n", schedule::to_string(static_cast<schedule::Stage>(i)),
-               sum.tiles, sum.seconds * 1e3, 100 * sum.seconds / s.work);
+    fmt::print(out, "  {:<18} {:>9} tiles {:>12.3f} ms of work {:>5.1f} %\n",
+               schedule::to_string(static_cast<schedule::Stage>(i)), sum.tiles, sum.seconds * 1e3,
+               100 * sum.seconds / s.work);
   }
   fmt::print(out, "  critical path:");
   for (const std::int64_t index : s.critical) {
     const auto& span = s.spans[static_cast<std::size_t>(index)];
-    fmt::print(out, " {} (expert {}, {:.3f} ms)", schedule::to_string(span.tile.stage), span.tile.expert, (span.end - span.start) * 1e3);
+    fmt::print(out, " {} (expert {}, {:.3f} ms)", schedule::to_string(span.tile.stage), span.tile.expert,
+               (span.end - span.start) * 1e3);
   }
   fmt::print(out, "\n");
 }
@@ -163,7 +167,8 @@ int run_schedule(const Streams& streams, const ScheduleOptions& o) {
   const LayerConfig config = layer_config(o.layer, plain_config());
   const std::int64_t tokens = o.run.tokens > 0 ? o.run.tokens : 1024;
   if (o.tile_columns % 64 != 0) {
-    throw Error(Status::invalid_argument, fmt::format("--tile-columns is {}; accepted: a multiple of 64", o.tile_columns));
+    throw Error(Status::invalid_argument,
+                fmt::format("--tile-columns is {}; accepted: a multiple of 64", o.tile_columns));
   }
   const bool cpu = device_kind(o.run.device) == DeviceKind::cpu;
   int workers = o.workers > 0 ? o.workers : o.run.threads;
@@ -180,7 +185,8 @@ int run_schedule(const Streams& streams, const ScheduleOptions& o) {
     const auto owned = make_pass(config, o, tokens, ids, direction);
     constexpr std::int64_t most_tiles = 20'000'000;
     if (const std::int64_t tiles = schedule::tile_count(owned->pass); tiles > most_tiles) {
-      throw Error(Status::invalid_argument, fmt::format("the pass has {} tiles; accepted: at most {} (fewer --tokens)", tiles, most_tiles));
+      throw Error(Status::invalid_argument,
+                  fmt::format("the pass has {} tiles; accepted: at most {} (fewer --tokens)", tiles, most_tiles));
     }
     return simulate({owned->pass}, workers, cost);
   };
@@ -189,13 +195,15 @@ int run_schedule(const Streams& streams, const ScheduleOptions& o) {
   const std::string heading = fmt::format("{}, T {}, routing {}", summary(config), tokens, o.run.routing);
   if (!o.picture.empty()) {
     const auto title = [&](const char* name, const Simulation& s) {
-      return fmt::format("{}: {} tiles, {:.3g} ms on {} workers, critical path {:.3g} ms", name, s.spans.size(), s.makespan * 1e3, workers,
-                         s.critical_path * 1e3);
+      return fmt::format("{}: {} tiles, {:.3g} ms on {} workers, critical path {:.3g} ms", name, s.spans.size(),
+                         s.makespan * 1e3, workers, s.critical_path * 1e3);
     };
-    const std::vector<Panel> panels{{title("forward", forward), forward, 1, workers}, {title("backward", backward), backward, 1, workers}};
+    const std::vector<Panel> panels{{title("forward", forward), forward, 1, workers},
+                                    {title("backward", backward), backward, 1, workers}};
     const bool html = o.picture.ends_with(".html");
     if (!html && !o.picture.ends_with(".svg")) {
-      throw Error(Status::invalid_argument, "--picture is \"" + o.picture + "\"; accepted: a file name that ends in .svg or .html");
+      throw Error(Status::invalid_argument,
+                  "--picture is \"" + o.picture + "\"; accepted: a file name that ends in .svg or .html");
     }
     std::ofstream file(o.picture, std::ios::binary);
     file << (html ? html_of(heading, panels) : svg_of(heading, panels));
@@ -208,8 +216,12 @@ int run_schedule(const Streams& streams, const ScheduleOptions& o) {
                         {"tokens", tokens},
                         {"routing", o.run.routing},
                         {"seed", o.run.seed},
-                        {"worker", {{"gflops", speed.flops * 1e-9}, {"gigabytes_per_s", speed.bytes * 1e-9}, {"overhead_us", speed.overhead * 1e6}}},
-                        {"tile", {{"rows", o.row_block}, {"columns", o.tile_columns}, {"group_blocks", o.group_blocks}}},
+                        {"worker",
+                         {{"gflops", speed.flops * 1e-9},
+                          {"gigabytes_per_s", speed.bytes * 1e-9},
+                          {"overhead_us", speed.overhead * 1e6}}},
+                        {"tile",
+                         {{"rows", o.row_block}, {"columns", o.tile_columns}, {"group_blocks", o.group_blocks}}},
                         {"forward", to_json(forward, workers)},
                         {"backward", to_json(backward, workers)},
                         {"config", tools::to_json(config)}}
@@ -217,7 +229,8 @@ int run_schedule(const Streams& streams, const ScheduleOptions& o) {
                 << "\n";
     return success;
   }
-  fmt::print(streams.out, "{}\na worker: {:.0f} GFLOP/s, {:.0f} GB/s, {:.1f} us for each tile (simulated, not measured)\n", heading,
+  fmt::print(streams.out,
+             "{}\na worker: {:.0f} GFLOP/s, {:.0f} GB/s, {:.1f} us for each tile (simulated, not measured)\n", heading,
              speed.flops * 1e-9, speed.bytes * 1e-9, speed.overhead * 1e6);
   print(streams.out, "forward", forward, workers);
   print(streams.out, "backward", backward, workers);
@@ -228,21 +241,30 @@ int run_schedule(const Streams& streams, const ScheduleOptions& o) {
 }  // namespace
 
 void add_schedule(CLI::App& program, Streams streams, Run& run) {
-  auto* command = program.add_subcommand("schedule", "tiles per stage, critical path, and a picture of a simulated run");
+  auto* command =
+      program.add_subcommand("schedule", "tiles per stage, critical path, and a picture of a simulated run");
   auto options = std::make_shared<ScheduleOptions>();
   add_layer_options(*command, options->layer);
   add_run_options(*command, options->run);
   command->add_option("--picture", options->picture, "a file to draw the run into: NAME.svg or NAME.html");
-  command->add_option("--workers", options->workers, "0: --threads for the CPU, 132 for the GPU")->check(CLI::Range(0, 4096));
-  command->add_option("--tile-columns", options->tile_columns, "columns of a tile")->check(CLI::Range(64, 1024))->capture_default_str();
-  command->add_option("--row-block", options->row_block, "rows of a tile")->check(CLI::Range(1, 4096))->capture_default_str();
+  command->add_option("--workers", options->workers, "0: --threads for the CPU, 132 for the GPU")
+      ->check(CLI::Range(0, 4096));
+  command->add_option("--tile-columns", options->tile_columns, "columns of a tile")
+      ->check(CLI::Range(64, 1024))
+      ->capture_default_str();
+  command->add_option("--row-block", options->row_block, "rows of a tile")
+      ->check(CLI::Range(1, 4096))
+      ->capture_default_str();
   command->add_option("--group-blocks", options->group_blocks, "row blocks that pass from stage to stage together")
       ->check(CLI::Range(1, 1 << 20))
       ->capture_default_str();
-  command->add_option("--gflops", options->gflops, "of one worker; 0: 60 for the CPU, 4500 for the GPU")->check(CLI::NonNegativeNumber);
-  command->add_option("--gigabytes", options->gigabytes, "a second, moved by one worker; 0: 8 for the CPU, 25 for the GPU")
+  command->add_option("--gflops", options->gflops, "of one worker; 0: 60 for the CPU, 4500 for the GPU")
       ->check(CLI::NonNegativeNumber);
-  command->add_option("--overhead-us", options->overhead_us, "time that each tile costs by itself; -1: 2 for the CPU, 0.5 for the GPU");
+  command
+      ->add_option("--gigabytes", options->gigabytes, "a second, moved by one worker; 0: 8 for the CPU, 25 for the GPU")
+      ->check(CLI::NonNegativeNumber);
+  command->add_option("--overhead-us", options->overhead_us,
+                      "time that each tile costs by itself; -1: 2 for the CPU, 0.5 for the GPU");
   command->callback([=, &run] { run = [=] { return run_schedule(streams, *options); }; });
 }
 

@@ -21,11 +21,16 @@ constexpr double left = 90, right = 20, plot_width = 1100, gap = 46;
 std::string escaped(const std::string& text) {
   std::string out;
   for (const char c : text) {
-    if (c == '&') out += "&amp;";
-    else if (c == '<') out += "&lt;";
-    else if (c == '>') out += "&gt;";
-    else if (c == '"') out += "&quot;";
-    else out += c;
+    if (c == '&')
+      out += "&amp;";
+    else if (c == '<')
+      out += "&lt;";
+    else if (c == '>')
+      out += "&gt;";
+    else if (c == '"')
+      out += "&quot;";
+    else
+      out += c;
   }
   return out;
 }
@@ -57,40 +62,47 @@ void draw(std::string& svg, const Panel& panel, double top, double line, double 
     for (std::size_t i = 0; i < spans.size();) {
       const Span& first = *spans[i];
       if ((first.start - first.taken) * scale > 0.5) {
-        svg += fmt::format("<rect x=\"{:.2f}\" y=\"{:.1f}\" width=\"{:.2f}\" height=\"{:.1f}\" fill=\"#e8e8e8\"/>", left + first.taken * scale,
-                           row(first), (first.start - first.taken) * scale, line * 0.86);
+        svg += fmt::format("<rect x=\"{:.2f}\" y=\"{:.1f}\" width=\"{:.2f}\" height=\"{:.1f}\" fill=\"#e8e8e8\"/>",
+                           left + first.taken * scale, row(first), (first.start - first.taken) * scale, line * 0.86);
       }
       std::size_t n = i + 1;
-      while (n < spans.size() && spans[n]->tile.stage == first.tile.stage && (spans[n]->start - spans[n - 1]->end) * scale < 0.5) ++n;
+      while (n < spans.size() && spans[n]->tile.stage == first.tile.stage &&
+             (spans[n]->start - spans[n - 1]->end) * scale < 0.5)
+        ++n;
       const double end = spans[n - 1]->end, width = (end - first.start) * scale;
       if (width > visible) {
         svg += fmt::format(
-            "<rect x=\"{:.2f}\" y=\"{:.1f}\" width=\"{:.2f}\" height=\"{:.1f}\" fill=\"{}\"><title>{}, {} tile{} from expert {}, row "
+            "<rect x=\"{:.2f}\" y=\"{:.1f}\" width=\"{:.2f}\" height=\"{:.1f}\" fill=\"{}\"><title>{}, {} tile{} from "
+            "expert {}, row "
             "block {}: {} to {}</title></rect>\n",
-            left + first.start * scale, row(first), width, line * 0.86, colours[static_cast<std::size_t>(first.tile.stage)],
-            schedule::to_string(first.tile.stage), n - i, n - i == 1 ? "" : "s", first.tile.expert, first.tile.row_block,
-            time_text(first.start), time_text(end));
+            left + first.start * scale, row(first), width, line * 0.86,
+            colours[static_cast<std::size_t>(first.tile.stage)], schedule::to_string(first.tile.stage), n - i,
+            n - i == 1 ? "" : "s", first.tile.expert, first.tile.row_block, time_text(first.start), time_text(end));
       }
       i = n;
     }
   }
   for (const std::int64_t index : panel.simulation.critical) {
     const Span& span = panel.simulation.spans[static_cast<std::size_t>(index)];
-    svg += fmt::format("<rect x=\"{:.2f}\" y=\"{:.1f}\" width=\"{:.2f}\" height=\"{:.1f}\" fill=\"none\" stroke=\"#d50000\" "
-                       "stroke-width=\"1.5\"/>\n", left + span.start * scale, row(span), std::max(1.0, (span.end - span.start) * scale),
-                       line * 0.86);
+    svg += fmt::format(
+        "<rect x=\"{:.2f}\" y=\"{:.1f}\" width=\"{:.2f}\" height=\"{:.1f}\" fill=\"none\" stroke=\"#d50000\" "
+        "stroke-width=\"1.5\"/>\n",
+        left + span.start * scale, row(span), std::max(1.0, (span.end - span.start) * scale), line * 0.86);
   }
   // Names of some lines, and the axis.
   const int every = std::max(1, static_cast<int>(14 / line));
   for (int i = 0; i < lines; i += every) {
-    const std::string name = panel.ranks > 1 ? fmt::format("rank {}, {}", i / panel.workers, i % panel.workers) : fmt::format("worker {}", i);
+    const std::string name = panel.ranks > 1 ? fmt::format("rank {}, {}", i / panel.workers, i % panel.workers)
+                                             : fmt::format("worker {}", i);
     svg += fmt::format("<text x=\"{}\" y=\"{:.1f}\" class=\"l\" text-anchor=\"end\">{}</text>\n", left - 8,
                        top + line * i + std::min(line, 14.0) * 0.7, name);
   }
   const double bottom = top + line * lines + 4, step = round_step(panel.simulation.makespan);
   for (double t = 0; t <= panel.simulation.makespan * 1.0001; t += step) {
-    svg += fmt::format("<path d=\"M{0:.1f} {1:.1f}v5\" stroke=\"#888\"/><text x=\"{0:.1f}\" y=\"{2:.1f}\" class=\"l\" "
-                       "text-anchor=\"middle\">{3}</text>\n", left + t * scale, bottom, bottom + 17, time_text(t));
+    svg += fmt::format(
+        "<path d=\"M{0:.1f} {1:.1f}v5\" stroke=\"#888\"/><text x=\"{0:.1f}\" y=\"{2:.1f}\" class=\"l\" "
+        "text-anchor=\"middle\">{3}</text>\n",
+        left + t * scale, bottom, bottom + 17, time_text(t));
   }
 }
 
@@ -118,8 +130,10 @@ std::string svg_of(const std::string& heading, const std::vector<Panel>& panels)
   }
   double x = left;
   const auto key = [&](const std::string& style, const std::string& name) {
-    svg += fmt::format("<rect x=\"{:.0f}\" y=\"40\" width=\"12\" height=\"12\" {}/><text x=\"{:.0f}\" y=\"51\" class=\"k\">{}</text>\n", x,
-                       style, x + 17, name);
+    svg += fmt::format(
+        "<rect x=\"{:.0f}\" y=\"40\" width=\"12\" height=\"12\" {}/><text x=\"{:.0f}\" y=\"51\" "
+        "class=\"k\">{}</text>\n",
+        x, style, x + 17, name);
     x += 34 + 7.0 * static_cast<double>(name.size());
   };
   for (int s = 0; s < schedule::stage_count; ++s) {
@@ -141,7 +155,8 @@ std::string svg_of(const std::string& heading, const std::vector<Panel>& panels)
 
 std::string html_of(const std::string& heading, const std::vector<Panel>& panels) {
   return "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><title>" + escaped(heading) +
-         "</title><style>body{margin:1em;overflow-x:auto}</style></head>\n<body>\n" + svg_of(heading, panels) + "</body></html>\n";
+         "</title><style>body{margin:1em;overflow-x:auto}</style></head>\n<body>\n" + svg_of(heading, panels) +
+         "</body></html>\n";
 }
 
 }  // namespace moelith::tools

@@ -14,9 +14,9 @@ struct Panel {
   int ranks = 1, workers = 1;
 };
 
-// One SVG document: the panels below each other, drawn to the same scale of time, with a legend. Tiles of one stage that
-// follow each other on a worker without a gap are drawn as one block, and waits in a light grey. The critical path is
-// outlined. A block tells stage, expert and times when pointed at.
+// One SVG document: the panels below each other, drawn to the same scale of time, with a legend. Tiles of one stage
+// that follow each other on a worker without a gap are drawn as one block, and waits in a light grey. The critical path
+// is outlined. A block tells stage, expert and times when pointed at.
 std::string svg_of(const std::string& heading, const std::vector<Panel>& panels);
 
 // The same in a page of its own.

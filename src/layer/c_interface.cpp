@@ -75,9 +75,7 @@ moelith_status_t guarded(F&& body) noexcept {
     return fail(error.status() == Status::ok ? Status::internal : error.status(), error.what());
   } catch (const std::bad_alloc&) {
     return fail(Status::device_error, "out of host memory");
-  } catch (const std::exception& error) {
-    return fail(Status::internal, error.what());
-  } catch (...) {
+  } catch (const std::exception& error) { return fail(Status::internal, error.what()); } catch (...) {
     return fail(Status::internal, "an exception of unknown type");
   }
 }
@@ -262,10 +260,9 @@ Inputs inputs_of(const moelith_inputs_t* given) {
   const moelith_shared_weights_t* shared = shared_array(c.shared, c.num_shared, "inputs");
   for (std::int32_t s = 0; s < c.num_shared; ++s) {
     const std::string name = shared_name("weights.", s);
-    inputs.weights.shared.push_back({view_of(shared[s].gate_up_proj, name + "gate_up_proj"),
-                                     view_of(shared[s].gate_up_bias, name + "gate_up_bias"),
-                                     view_of(shared[s].down_proj, name + "down_proj"),
-                                     view_of(shared[s].down_bias, name + "down_bias")});
+    inputs.weights.shared.push_back(
+        {view_of(shared[s].gate_up_proj, name + "gate_up_proj"), view_of(shared[s].gate_up_bias, name + "gate_up_bias"),
+         view_of(shared[s].down_proj, name + "down_proj"), view_of(shared[s].down_bias, name + "down_bias")});
   }
   return inputs;
 }
@@ -493,9 +490,8 @@ moelith_status_t moelith_plan_saved_formula(moelith_plan_t plan, int64_t tokens,
 
 moelith_status_t moelith_forward(moelith_plan_t plan, const moelith_inputs_t* inputs, const moelith_outputs_t* outputs,
                                  void* saved, void* workspace, void* stream) {
-  return guarded([&] {
-    deref(plan, "plan").plan.forward(inputs_of(inputs), outputs_of(outputs), saved, workspace, stream);
-  });
+  return guarded(
+      [&] { deref(plan, "plan").plan.forward(inputs_of(inputs), outputs_of(outputs), saved, workspace, stream); });
 }
 
 moelith_status_t moelith_backward(moelith_plan_t plan, const moelith_inputs_t* inputs, const void* saved,

@@ -11,10 +11,11 @@ namespace {
 template <class E>
 using Name = std::pair<E, const char*>;
 
-constexpr Name<ActivationKind> activation_names[] = {
-    {ActivationKind::swiglu, "swiglu"},         {ActivationKind::swiglu_clamped, "swiglu_clamped"},
-    {ActivationKind::geglu_erf, "geglu_erf"},   {ActivationKind::geglu_tanh, "geglu_tanh"},
-    {ActivationKind::relu_squared, "relu_squared"}};
+constexpr Name<ActivationKind> activation_names[] = {{ActivationKind::swiglu, "swiglu"},
+                                                     {ActivationKind::swiglu_clamped, "swiglu_clamped"},
+                                                     {ActivationKind::geglu_erf, "geglu_erf"},
+                                                     {ActivationKind::geglu_tanh, "geglu_tanh"},
+                                                     {ActivationKind::relu_squared, "relu_squared"}};
 constexpr Name<WeightPlacement> placement_names[] = {{WeightPlacement::after_down, "after_down"},
                                                      {WeightPlacement::before_down, "before_down"}};
 constexpr Name<RouterKind> router_names[] = {{RouterKind::softmax_topk, "softmax_topk"},
@@ -101,8 +102,8 @@ void validate_router(const RouterConfig& router, std::int32_t num_experts, std::
   }
 
   require_known(aux_loss_names, "router.aux_loss", router.aux_loss);
-  require(std::isfinite(router.aux_loss_coefficient) && router.aux_loss_coefficient >= 0,
-          "router.aux_loss_coefficient", router.aux_loss_coefficient, "a finite number, 0 or above");
+  require(std::isfinite(router.aux_loss_coefficient) && router.aux_loss_coefficient >= 0, "router.aux_loss_coefficient",
+          router.aux_loss_coefficient, "a finite number, 0 or above");
   require(std::isfinite(router.z_loss_coefficient) && router.z_loss_coefficient >= 0, "router.z_loss_coefficient",
           router.z_loss_coefficient, "a finite number, 0 or above");
   require(std::isfinite(router.capacity_factor) && router.capacity_factor >= 0, "router.capacity_factor",
@@ -125,9 +126,9 @@ void LayerConfig::validate() const {
           "1 to min(num_experts, " + std::to_string(max_top_k) + ") = " + std::to_string(most_k));
   if (dtype != DataType::float64 && dtype != DataType::float32 && dtype != DataType::bfloat16) {
     const char* name = name_of(dtype_names, dtype);
-    throw Error(Status::invalid_argument,
-                "dtype is " + (name ? std::string(name) : std::to_string(static_cast<int>(dtype))) +
-                    "; accepted: float64, float32, bfloat16");
+    throw Error(Status::invalid_argument, "dtype is " +
+                                              (name ? std::string(name) : std::to_string(static_cast<int>(dtype))) +
+                                              "; accepted: float64, float32, bfloat16");
   }
 
   require_known(activation_names, "activation.kind", activation.kind);

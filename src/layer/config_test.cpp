@@ -65,8 +65,7 @@ TEST(Config, EveryFieldIsCheckedAndNamed) {
             "intermediate_size is 1099511627776; accepted: a multiple of 8 from 8 to 1048576");
   EXPECT_EQ(error_after([](LayerConfig& c) { c.num_experts = 0; }), "num_experts is 0; accepted: 1 to 1024");
   EXPECT_EQ(error_after([](LayerConfig& c) { c.num_experts = 1025; }), "num_experts is 1025; accepted: 1 to 1024");
-  EXPECT_EQ(error_after([](LayerConfig& c) { c.top_k = 9; }),
-            "top_k is 9; accepted: 1 to min(num_experts, 32) = 8");
+  EXPECT_EQ(error_after([](LayerConfig& c) { c.top_k = 9; }), "top_k is 9; accepted: 1 to min(num_experts, 32) = 8");
   EXPECT_EQ(error_after([](LayerConfig& c) { c.num_experts = 64, c.top_k = 33; }),
             "top_k is 33; accepted: 1 to min(num_experts, 32) = 32");
   EXPECT_EQ(error_after([](LayerConfig& c) { c.top_k = 0; }), "top_k is 0; accepted: 1 to min(num_experts, 32) = 8");
@@ -93,9 +92,13 @@ TEST(Config, EveryFieldIsCheckedAndNamed) {
             "activation.up_offset is inf; accepted: a finite number");
   EXPECT_EQ(error_after([](LayerConfig& c) { c.weight_placement = static_cast<WeightPlacement>(2); }),
             "weight_placement is 2; accepted: after_down, before_down");
-  EXPECT_EQ(error_after([](LayerConfig& c) { c.shared_experts.resize(9, {8, false}); }),
+  EXPECT_EQ(error_after([](LayerConfig& c) {
+              c.shared_experts.resize(9, {8, false});
+            }),
             "the number of shared_experts is 9; accepted: at most 8");
-  EXPECT_EQ(error_after([](LayerConfig& c) { c.shared_experts = {{8, false}, {20, false}}; }),
+  EXPECT_EQ(error_after([](LayerConfig& c) {
+              c.shared_experts = {{8, false}, {20, false}};
+            }),
             "shared_experts[1].intermediate_size is 20; accepted: a multiple of 8 from 8 to 1048576");
 }
 

@@ -273,9 +273,7 @@ ModelPreset model_from_hugging_face(const std::string& json_text) {
   reader(fields, made);
   try {
     made.config.validate();
-  } catch (const Error& error) {
-    throw Error(error.status(), "config.json: " + std::string(error.what()));
-  }
+  } catch (const Error& error) { throw Error(error.status(), "config.json: " + std::string(error.what())); }
   return made;
 }
 
@@ -292,9 +290,7 @@ ModelPreset read_hugging_face_config(const std::string& path) {
     ModelPreset made = model_from_hugging_face(text.str());
     made.source = file;
     return made;
-  } catch (const Error& error) {
-    throw Error(error.status(), "\"" + file + "\": " + error.what());
-  }
+  } catch (const Error& error) { throw Error(error.status(), "\"" + file + "\": " + error.what()); }
 }
 
 }  // namespace moelith

@@ -32,16 +32,16 @@ TEST(Presets, EveryOneIsValidAndHasItsSource) {
   }
 }
 
-// The parameters of all experts of the model, against the size that its name or its report gives (most of a MoE model is
-// its experts).
+// The parameters of all experts of the model, against the size that its name or its report gives (most of a MoE model
+// is its experts).
 TEST(Presets, ExpertsMakeUpTheKnownSizeOfTheModel) {
   const struct {
     const char* name;
     double billions_at_least, billions_at_most;
   } cases[] = {
-      {"mixtral-8x7b", 44, 46.7},   {"qwen3-30b-a3b", 28, 30.5}, {"qwen3-235b-a22b", 220, 235},
-      {"gpt-oss-20b", 18.5, 20.9},  {"gpt-oss-120b", 113, 116.9}, {"deepseek-v3", 650, 671},
-      {"kimi-k2", 1000, 1043},      {"glm-4.5", 330, 355},        {"olmoe", 6, 6.9},
+      {"mixtral-8x7b", 44, 46.7},  {"qwen3-30b-a3b", 28, 30.5},  {"qwen3-235b-a22b", 220, 235},
+      {"gpt-oss-20b", 18.5, 20.9}, {"gpt-oss-120b", 113, 116.9}, {"deepseek-v3", 650, 671},
+      {"kimi-k2", 1000, 1043},     {"glm-4.5", 330, 355},        {"olmoe", 6, 6.9},
   };
   for (const auto& [name, least, most] : cases) {
     const ModelPreset& model = preset(name);
@@ -171,9 +171,7 @@ TEST(HuggingFaceConfig, TheLanguagePartOfALargerModelIsFound) {
 std::string error_of(const std::string& json) {
   try {
     model_from_hugging_face(json);
-  } catch (const Error& error) {
-    return error.what();
-  }
+  } catch (const Error& error) { return error.what(); }
   return "accepted";
 }
 

@@ -3,8 +3,8 @@
 //   moelith_fuzz [--seconds 60] [--seed 1] [--cases N] [--case NUMBER] [--verbose]
 //
 // A case is a layer, its plan, a forward and a backward, all well formed, into which up to three faults are put: in the
-// config, the options, a tensor (shape, dtype, stride, alignment, null pointer), values (ids out of range, NaN), structs
-// and buffers. What must hold:
+// config, the options, a tensor (shape, dtype, stride, alignment, null pointer), values (ids out of range, NaN),
+// structs and buffers. What must hold:
 //   - nothing crashes (build with -fsanitize=address,undefined);
 //   - a call with a fault that the contract refuses fails with invalid_argument or unsupported, with a text of its own,
 //     and has written nothing; without a fault it succeeds;
@@ -55,23 +55,27 @@ class Random {
  public:
   explicit Random(unsigned long long seed) : engine_(seed) {}
   // In [0, bound).
-  std::int64_t below(std::int64_t bound) { return static_cast<std::int64_t>(engine_() % static_cast<std::uint64_t>(bound)); }
+  std::int64_t below(std::int64_t bound) {
+    return static_cast<std::int64_t>(engine_() % static_cast<std::uint64_t>(bound));
+  }
   std::int64_t between(std::int64_t low, std::int64_t high) { return low + below(high - low + 1); }
   bool chance(int in_hundred) { return below(100) < in_hundred; }
   double normal() { return std::normal_distribution<double>()(engine_); }
   template <class T>
-  T pick(std::initializer_list<T> choices) { return choices.begin()[below(static_cast<std::int64_t>(choices.size()))]; }
+  T pick(std::initializer_list<T> choices) {
+    return choices.begin()[below(static_cast<std::int64_t>(choices.size()))];
+  }
   // A number that some code somewhere gets wrong.
   std::int64_t nasty() {
-    return pick<std::int64_t>({0, -1, 1, 7, -8, 1 << 20, (1 << 20) + 8, std::int64_t{1} << 31, (std::int64_t{1} << 32) + 8, std::int64_t{1} << 40,
+    return pick<std::int64_t>({0, -1, 1, 7, -8, 1 << 20, (1 << 20) + 8, std::int64_t{1} << 31,
+                               (std::int64_t{1} << 32) + 8, std::int64_t{1} << 40,
                                std::numeric_limits<std::int64_t>::max(), std::numeric_limits<std::int64_t>::min()});
   }
   std::int32_t nasty32() {
-    return pick<std::int32_t>({0, -1, 7, 33, 255, 256, 257, 1025, 65536, std::numeric_limits<std::int32_t>::max(), std::numeric_limits<std::int32_t>::min()});
+    return pick<std::int32_t>({0, -1, 7, 33, 255, 256, 257, 1025, 65536, std::numeric_limits<std::int32_t>::max(),
+                               std::numeric_limits<std::int32_t>::min()});
   }
-  double nasty_number() {
-    return pick<double>({std::nan(""), INFINITY, -INFINITY, -1.0, 0.0, -0.0, 1e308, 5e-324});
-  }
+  double nasty_number() { return pick<double>({std::nan(""), INFINITY, -INFINITY, -1.0, 0.0, -0.0, 1e308, 5e-324}); }
 
  private:
   std::mt19937_64 engine_;
@@ -102,7 +106,8 @@ class Guarded {
   bool intact() {
     UNPOISON(memory_, room_);
     const auto is_canary = [](unsigned char byte) { return byte == canary; };
-    const bool good = std::all_of(memory_, memory_ + guard, is_canary) && std::all_of(memory_ + guard + size_, memory_ + room_, is_canary);
+    const bool good = std::all_of(memory_, memory_ + guard, is_canary) &&
+                      std::all_of(memory_ + guard + size_, memory_ + room_, is_canary);
     POISON(memory_, guard);
     POISON(memory_ + guard + size_, room_ - guard - size_);
     return good;
@@ -130,7 +135,8 @@ void store(void* data, std::int32_t dtype, std::int64_t index, double value) {
     case MOELITH_FLOAT64: static_cast<double*>(data)[index] = value; break;
     case MOELITH_FLOAT32: static_cast<float*>(data)[index] = static_cast<float>(value); break;
     case MOELITH_BFLOAT16:
-      static_cast<moelith::numerics::bfloat16*>(data)[index] = moelith::numerics::to_bfloat16(static_cast<float>(value));
+      static_cast<moelith::numerics::bfloat16*>(data)[index] =
+          moelith::numerics::to_bfloat16(static_cast<float>(value));
       break;
     case MOELITH_INT64: static_cast<std::int64_t*>(data)[index] = static_cast<std::int64_t>(value); break;
     default: static_cast<std::int32_t*>(data)[index] = static_cast<std::int32_t>(value); break;
@@ -141,7 +147,9 @@ double load(const void* data, std::int32_t dtype, std::int64_t index) {
   switch (dtype) {
     case MOELITH_FLOAT64: return static_cast<const double*>(data)[index];
     case MOELITH_FLOAT32: return static_cast<double>(static_cast<const float*>(data)[index]);
-    case MOELITH_BFLOAT16: return static_cast<double>(moelith::numerics::to_float(static_cast<const moelith::numerics::bfloat16*>(data)[index]));
+    case MOELITH_BFLOAT16:
+      return static_cast<double>(
+          moelith::numerics::to_float(static_cast<const moelith::numerics::bfloat16*>(data)[index]));
     case MOELITH_INT64: return static_cast<double>(static_cast<const std::int64_t*>(data)[index]);
     default: return static_cast<double>(static_cast<const std::int32_t*>(data)[index]);
   }
@@ -167,14 +175,17 @@ struct Case {
   bool finite = true;
 
   std::int32_t accumulator() const { return config.dtype == MOELITH_FLOAT64 ? MOELITH_FLOAT64 : MOELITH_FLOAT32; }
-  std::int64_t gate_up_rows(std::int64_t width) const { return config.activation == MOELITH_RELU_SQUARED ? width : 2 * width; }
+  std::int64_t gate_up_rows(std::int64_t width) const {
+    return config.activation == MOELITH_RELU_SQUARED ? width : 2 * width;
+  }
 
   moelith_tensor_t tensor(std::int32_t dtype, std::initializer_list<std::int64_t> shape) {
     std::int64_t count = 1;
     for (const std::int64_t extent : shape) count *= extent;
     memory.push_back(std::make_unique<Guarded>(static_cast<std::uint64_t>(count) * element_size(dtype)));
     moelith_tensor_t made;
-    if (moelith_tensor_init(&made, memory.back()->data(), dtype, static_cast<std::int32_t>(shape.size()), shape.begin()) != MOELITH_OK) {
+    if (moelith_tensor_init(&made, memory.back()->data(), dtype, static_cast<std::int32_t>(shape.size()),
+                            shape.begin()) != MOELITH_OK) {
       violated(std::string("moelith_tensor_init refused a good tensor: ") + moelith_last_error());
     }
     return made;
@@ -307,9 +318,11 @@ struct Case {
 
     input_gradients.struct_size = sizeof input_gradients;
     if (r.chance(90)) input_gradients.x = tensor(type, {tokens, h});
-    if (inputs.router_logits.rank && r.chance(90)) input_gradients.router_logits = tensor(inputs.router_logits.dtype, {tokens, e});
+    if (inputs.router_logits.rank && r.chance(90))
+      input_gradients.router_logits = tensor(inputs.router_logits.dtype, {tokens, e});
     if (inputs.topk_ids.rank && r.chance(90)) input_gradients.topk_weights = tensor(acc, {tokens, k});
-    if (gated && r.chance(90)) input_gradients.shared_gate_logits = tensor(inputs.shared_gate_logits.dtype, {tokens, s_count});
+    if (gated && r.chance(90))
+      input_gradients.shared_gate_logits = tensor(inputs.shared_gate_logits.dtype, {tokens, s_count});
     input_gradients.gate_up_proj = gradient({e, rows, h});
     input_gradients.down_proj = gradient({e, h, i});
     if (config.gate_up_bias) input_gradients.gate_up_bias = gradient({e, rows});
@@ -400,13 +413,16 @@ struct Case {
 enum class Expect { success, refusal, anything };
 bool verbose = false;
 
-void check_call(const std::string& name, Expect expect, const std::function<moelith_status_t()>& call, moelith_status_t* result = nullptr) {
+void check_call(const std::string& name, Expect expect, const std::function<moelith_status_t()>& call,
+                moelith_status_t* result = nullptr) {
   // A known text first, so that an old one is not taken for that of this call.
   (void)moelith_tensor_init(nullptr, nullptr, 0, 0, nullptr);
   const std::string before = moelith_last_error();
   const moelith_status_t status = call();
   const std::string text = moelith_last_error();
-  if (verbose) std::printf("  %s: %s%s%s\n", name.c_str(), moelith_status_name(status), status == MOELITH_OK ? "" : ": ", status == MOELITH_OK ? "" : text.c_str());
+  if (verbose)
+    std::printf("  %s: %s%s%s\n", name.c_str(), moelith_status_name(status), status == MOELITH_OK ? "" : ": ",
+                status == MOELITH_OK ? "" : text.c_str());
   if (result != nullptr) *result = status;
   if (status != MOELITH_OK && (text.empty() || text == before)) violated(name + " failed without a text of its own");
   if (status == MOELITH_INTERNAL) violated(name + " reports a defect: " + text);
@@ -414,7 +430,8 @@ void check_call(const std::string& name, Expect expect, const std::function<moel
   if (std::strcmp(moelith_status_name(status), "unknown status") == 0) violated(name + " returned an unknown status");
   if (expect == Expect::success && status != MOELITH_OK) violated(name + " refused a good call: " + text);
   if (expect == Expect::refusal && status == MOELITH_OK) violated(name + " accepted a bad call");
-  if (expect == Expect::refusal && status == MOELITH_DEVICE_ERROR) violated(name + " took a bad argument for a failing device: " + text);
+  if (expect == Expect::refusal && status == MOELITH_DEVICE_ERROR)
+    violated(name + " took a bad argument for a failing device: " + text);
 }
 
 // Puts a fault into a tensor. Returns what is to be expected of a call with it.
@@ -478,11 +495,12 @@ Expect spoil(Random& r, moelith_tensor_t& t) {
 
 // Puts a fault into the config. Returns what is to be expected of a plan with it.
 Expect spoil(Random& r, moelith_layer_config_t& c) {
+  const std::int32_t too_many = c.num_experts < 1024 ? c.num_experts + 1 : 1025;  // may have been spoilt before
   switch (r.below(16)) {
     case 0: c.hidden_size = r.nasty(); return c.hidden_size == 1 << 20 ? Expect::anything : Expect::refusal;
     case 1: c.intermediate_size = r.nasty(); return c.intermediate_size == 1 << 20 ? Expect::anything : Expect::refusal;
     case 2: c.num_experts = r.nasty32(); return Expect::anything;
-    case 3: c.top_k = c.num_experts + 1; return Expect::refusal;
+    case 3: c.top_k = too_many; return Expect::refusal;
     case 4: c.top_k = r.pick({0, -1, 33, std::numeric_limits<std::int32_t>::min()}); return Expect::refusal;
     case 5: c.dtype = r.pick({3, 4, 5, 6, -1, 256, 258}); return Expect::refusal;
     case 6: c.activation = r.pick({5, -1, 256, 257}); return Expect::refusal;
@@ -497,7 +515,7 @@ Expect spoil(Random& r, moelith_layer_config_t& c) {
       c.shared_experts[0].intermediate_size = r.pick<std::int64_t>({0, -8, 12, std::int64_t{1} << 40});
       return Expect::refusal;
     case 11: c.router_kind = r.pick({3, -1, 256}); return Expect::refusal;
-    case 12: c.num_groups = r.pick({0, -4, c.num_experts + 1, std::numeric_limits<std::int32_t>::min()}); return Expect::refusal;
+    case 12: c.num_groups = r.pick({0, -4, too_many, std::numeric_limits<std::int32_t>::min()}); return Expect::refusal;
     case 13: c.scaling_factor = r.pick<double>({std::nan(""), INFINITY, -1.0, 0.0}); return Expect::refusal;
     case 14:
       (r.chance(50) ? c.aux_loss_coefficient : c.z_loss_coefficient) = r.pick<double>({std::nan(""), INFINITY, -1.0});
@@ -511,8 +529,13 @@ Expect spoil(Random& r, moelith_plan_options_t& o) {
     case 0: o.max_tokens = r.pick<std::int64_t>({-1, std::numeric_limits<std::int64_t>::min()}); return Expect::refusal;
     case 1: o.max_tokens = std::numeric_limits<std::int64_t>::max(); return Expect::refusal;
     case 2: o.device = r.pick({2, -1, 256, 257}); return Expect::refusal;
-    case 3: o.workers = r.pick({-1, std::numeric_limits<std::int32_t>::max(), std::numeric_limits<std::int32_t>::min()}); return Expect::refusal;
-    case 4: o.tile_columns = r.pick({-64, 7, std::numeric_limits<std::int32_t>::max(), std::numeric_limits<std::int32_t>::min()}); return Expect::refusal;
+    case 3:
+      o.workers = r.pick({-1, std::numeric_limits<std::int32_t>::max(), std::numeric_limits<std::int32_t>::min()});
+      return Expect::refusal;
+    case 4:
+      o.tile_columns =
+          r.pick({-64, 7, std::numeric_limits<std::int32_t>::max(), std::numeric_limits<std::int32_t>::min()});
+      return Expect::refusal;
     case 5: o.expert_rank_count = r.pick({-1, 2000, std::numeric_limits<std::int32_t>::max()}); return Expect::refusal;
     default: o.device = MOELITH_CUDA; return Expect::anything;
   }
@@ -521,7 +544,8 @@ Expect spoil(Random& r, moelith_plan_options_t& o) {
 template <class T>
 bool spoil_struct_size(Random& r, T& given) {
   if (!r.chance(3)) return false;
-  given.struct_size = r.pick<std::size_t>({0, 1, sizeof given - 1, sizeof given + 1, std::numeric_limits<std::size_t>::max()});
+  given.struct_size =
+      r.pick<std::size_t>({0, 1, sizeof given - 1, sizeof given + 1, std::numeric_limits<std::size_t>::max()});
   return true;
 }
 
@@ -546,10 +570,10 @@ void check_finite(const char* name, const moelith_tensor_t& t) {
   for (std::int32_t d = 0; d < t.rank; ++d) count *= t.shape[d];
   if (t.dtype == MOELITH_INT32 || t.dtype == MOELITH_INT64) return;
   for (std::int64_t i = 0; i < count; ++i) {
-    if (!std::isfinite(load(t.data, t.dtype, i))) violated(std::string(name) + "[" + std::to_string(i) + "] is not finite or was not written");
+    if (!std::isfinite(load(t.data, t.dtype, i)))
+      violated(std::string(name) + "[" + std::to_string(i) + "] is not finite or was not written");
   }
 }
-
 
 // One of the tensors that `visit` goes over gets a fault.
 template <class Visit>
@@ -577,7 +601,8 @@ void run_layer_case(Case& c) {
     if (spoil_struct_size(r, config) || spoil_struct_size(r, options)) expect = Expect::refusal;
     moelith_plan_t plan = nullptr;
     moelith_status_t status = MOELITH_OK;
-    check_call("plan_create (spoilt)", expect, [&] { return moelith_plan_create(&config, &options, &plan); }, &status);
+    check_call(
+        "plan_create (spoilt)", expect, [&] { return moelith_plan_create(&config, &options, &plan); }, &status);
     if (status != MOELITH_OK && plan != nullptr) violated("plan_create failed and yet made a plan");
     moelith_plan_destroy(plan);
     check_call("config_validate (spoilt)", Expect::anything, [&] { return moelith_layer_config_validate(&config); });
@@ -590,15 +615,20 @@ void run_layer_case(Case& c) {
   moelith_buffer_sizes_t sizes{};
   sizes.struct_size = sizeof sizes;
   check_call("buffer_sizes", Expect::success, [&] { return moelith_plan_buffer_sizes(plan, c.tokens, &sizes); });
-  check_call("buffer_sizes (too many tokens)", Expect::refusal, [&] { return moelith_plan_buffer_sizes(plan, c.options.max_tokens + 1, &sizes); });
+  check_call("buffer_sizes (too many tokens)", Expect::refusal,
+             [&] { return moelith_plan_buffer_sizes(plan, c.options.max_tokens + 1, &sizes); });
   check_call("buffer_sizes (negative)", Expect::refusal, [&] { return moelith_plan_buffer_sizes(plan, -1, &sizes); });
   char formula[64];
-  check_call("saved_formula", Expect::success, [&] { return moelith_plan_saved_formula(plan, c.tokens, formula, static_cast<std::size_t>(r.between(1, 64))); });
+  check_call("saved_formula", Expect::success, [&] {
+    return moelith_plan_saved_formula(plan, c.tokens, formula, static_cast<std::size_t>(r.between(1, 64)));
+  });
   std::int32_t count = -1;
   std::vector<std::int32_t> ids(static_cast<std::size_t>(c.config.num_experts));
-  check_call("local_experts", Expect::success, [&] { return moelith_plan_local_experts(plan, &count, ids.data(), c.config.num_experts); });
+  check_call("local_experts", Expect::success,
+             [&] { return moelith_plan_local_experts(plan, &count, ids.data(), c.config.num_experts); });
   if (count != c.config.num_experts) violated("one rank does not hold all experts");
-  check_call("local_experts (no room)", Expect::refusal, [&] { return moelith_plan_local_experts(plan, &count, ids.data(), count - 1); });
+  check_call("local_experts (no room)", Expect::refusal,
+             [&] { return moelith_plan_local_experts(plan, &count, ids.data(), count - 1); });
 
   c.make_tensors();
   Guarded saved(sizes.saved), workspace(sizes.workspace);
@@ -614,7 +644,8 @@ void run_layer_case(Case& c) {
     const std::vector<moelith_shared_weights_t> shared = c.shared;
     Expect expect = Expect::success;
     for (std::int64_t n = r.between(1, 2); n > 0; --n) {
-      const Expect one = r.chance(70) ? spoil_one(r, [&](auto f) { c.for_each_input(f); }) : spoil_one(r, [&](auto f) { c.for_each_output(f); });
+      const Expect one = r.chance(70) ? spoil_one(r, [&](auto f) { c.for_each_input(f); })
+                                      : spoil_one(r, [&](auto f) { c.for_each_output(f); });
       expect = expect == Expect::success ? one : Expect::anything;
     }
     void* saved_at = saved.data();
@@ -632,14 +663,18 @@ void run_layer_case(Case& c) {
       expect = c.tokens > 0 || c.inputs.num_sequences < 0 ? Expect::refusal : Expect::anything;
     }
     if (r.chance(5) && c.config.num_shared_experts > 0) {
-      if (r.chance(50)) c.inputs.shared = nullptr;
-      else c.inputs.num_shared = r.pick({0, -1, 100});
+      if (r.chance(50))
+        c.inputs.shared = nullptr;
+      else
+        c.inputs.num_shared = r.pick({0, -1, 100});
       expect = Expect::refusal;
     }
     if (spoil_struct_size(r, c.inputs) || spoil_struct_size(r, c.outputs)) expect = Expect::refusal;
     const auto before = snapshot(c);
     moelith_status_t status = MOELITH_OK;
-    check_call("forward (spoilt)", expect, [&] { return moelith_forward(plan, &c.inputs, &c.outputs, saved_at, workspace_at, nullptr); }, &status);
+    check_call(
+        "forward (spoilt)", expect,
+        [&] { return moelith_forward(plan, &c.inputs, &c.outputs, saved_at, workspace_at, nullptr); }, &status);
     check_memory(c, status == MOELITH_OK ? nullptr : &before, "forward (spoilt)");
     buffers_intact("forward (spoilt)");
     c.inputs = inputs;
@@ -653,25 +688,32 @@ void run_layer_case(Case& c) {
   if (c.tokens > 0 && r.chance(15) && c.inputs.topk_ids.rank) {
     const std::int64_t at = r.below(c.tokens * c.config.top_k);
     const bool absent = c.inputs.num_valid_tokens.rank != 0;  // the row may not exist
-    store(c.inputs.topk_ids.data, c.inputs.topk_ids.dtype, at, r.pick({-2.0, static_cast<double>(c.config.num_experts), 2147483647.0, -2147483648.0}));
+    store(c.inputs.topk_ids.data, c.inputs.topk_ids.dtype, at,
+          r.pick({-2.0, static_cast<double>(c.config.num_experts), 2147483647.0, -2147483648.0}));
     values = absent ? Expect::anything : Expect::refusal;
   }
   if (c.tokens > 0 && r.chance(15)) {
     // NaN and infinities: a documented rule of their own for logits, and no refusal anywhere.
     moelith_tensor_t& t = c.inputs.router_logits.rank && r.chance(60) ? c.inputs.router_logits : c.inputs.x;
     const std::int64_t elements = t.shape[0] * t.shape[1];
-    for (std::int64_t n = r.between(1, elements); n > 0; --n) store(t.data, t.dtype, r.below(elements), r.pick<double>({std::nan(""), INFINITY, -INFINITY, 3e38}));
+    for (std::int64_t n = r.between(1, elements); n > 0; --n)
+      store(t.data, t.dtype, r.below(elements), r.pick<double>({std::nan(""), INFINITY, -INFINITY, 3e38}));
     c.finite = false;
   }
   if (c.inputs.num_valid_tokens.rank && r.chance(20)) {
-    // Out of [0, T] is taken as the nearer end.
     store(c.inputs.num_valid_tokens.data, MOELITH_INT32, 0, r.pick({-1.0, 1e9, -2147483648.0, 2147483647.0}));
+    values = Expect::refusal;
   }
 
   const bool keep = !r.chance(10);
   auto before = snapshot(c);
   moelith_status_t status = MOELITH_OK;
-  check_call("forward", values, [&] { return moelith_forward(plan, &c.inputs, &c.outputs, keep ? saved.data() : nullptr, workspace.data(), nullptr); }, &status);
+  check_call(
+      "forward", values,
+      [&] {
+        return moelith_forward(plan, &c.inputs, &c.outputs, keep ? saved.data() : nullptr, workspace.data(), nullptr);
+      },
+      &status);
   check_memory(c, status == MOELITH_OK ? nullptr : &before, "forward");
   buffers_intact("forward");
   if (status != MOELITH_OK) return;
@@ -688,7 +730,8 @@ void run_layer_case(Case& c) {
     const moelith_output_gradients_t up = c.output_gradients;
     const moelith_input_gradients_t down = c.input_gradients;
     const std::vector<moelith_shared_gradients_t> shared = c.shared_gradients;
-    Expect expect = r.chance(40) ? spoil_one(r, [&](auto f) { c.for_each_upstream(f); }) : spoil_one(r, [&](auto f) { c.for_each_gradient(f); });
+    Expect expect = r.chance(40) ? spoil_one(r, [&](auto f) { c.for_each_upstream(f); })
+                                 : spoil_one(r, [&](auto f) { c.for_each_gradient(f); });
     const void* saved_at = saved.data();
     if (r.chance(5)) {
       saved_at = r.chance(50) ? nullptr : saved.data() + 16;
@@ -696,7 +739,13 @@ void run_layer_case(Case& c) {
     }
     if (spoil_struct_size(r, c.output_gradients) || spoil_struct_size(r, c.input_gradients)) expect = Expect::refusal;
     before = snapshot(c);
-    check_call("backward (spoilt)", expect, [&] { return moelith_backward(plan, &c.inputs, saved_at, &c.output_gradients, &c.input_gradients, workspace.data(), nullptr); }, &status);
+    check_call(
+        "backward (spoilt)", expect,
+        [&] {
+          return moelith_backward(plan, &c.inputs, saved_at, &c.output_gradients, &c.input_gradients, workspace.data(),
+                                  nullptr);
+        },
+        &status);
     check_memory(c, status == MOELITH_OK ? nullptr : &before, "backward (spoilt)");
     buffers_intact("backward (spoilt)");
     c.output_gradients = up;
@@ -704,7 +753,10 @@ void run_layer_case(Case& c) {
     c.shared_gradients = shared;
     if (c.input_gradients.shared != nullptr) c.input_gradients.shared = c.shared_gradients.data();
   }
-  check_call("backward", Expect::success, [&] { return moelith_backward(plan, &c.inputs, saved.data(), &c.output_gradients, &c.input_gradients, workspace.data(), nullptr); });
+  check_call("backward", Expect::success, [&] {
+    return moelith_backward(plan, &c.inputs, saved.data(), &c.output_gradients, &c.input_gradients, workspace.data(),
+                            nullptr);
+  });
   check_memory(c, nullptr, "backward");
   buffers_intact("backward");
   if (c.finite) c.for_each_gradient([&](const char* name, moelith_tensor_t& t) { check_finite(name, t); });
@@ -718,21 +770,33 @@ void run_null_case(Random& r) {
   moelith_plan_t plan = nullptr;
   moelith_group_t groups[8] = {};
   check_call("config_init (null)", Expect::refusal, [&] { return moelith_layer_config_init(nullptr, sizeof config); });
-  check_call("config_init (size)", Expect::refusal, [&] { return moelith_layer_config_init(&config, static_cast<std::size_t>(r.below(static_cast<std::int64_t>(sizeof config)))); });
-  check_call("plan_create (null config)", Expect::refusal, [&] { return moelith_plan_create(nullptr, &options, &plan); });
+  check_call("config_init (size)", Expect::refusal, [&] {
+    return moelith_layer_config_init(&config,
+                                     static_cast<std::size_t>(r.below(static_cast<std::int64_t>(sizeof config))));
+  });
+  check_call("plan_create (null config)", Expect::refusal,
+             [&] { return moelith_plan_create(nullptr, &options, &plan); });
   (void)moelith_layer_config_init(&config, sizeof config);
-  check_call("plan_create (null options)", Expect::refusal, [&] { return moelith_plan_create(&config, nullptr, &plan); });
-  check_call("plan_create (null plan)", Expect::refusal, [&] { return moelith_plan_create(&config, &options, nullptr); });
-  check_call("plan_create (empty config)", Expect::refusal, [&] { return moelith_plan_create(&config, &options, &plan); });
-  check_call("forward (null)", Expect::refusal, [&] { return moelith_forward(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr); });
-  check_call("backward (null)", Expect::refusal, [&] { return moelith_backward(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr); });
+  check_call("plan_create (null options)", Expect::refusal,
+             [&] { return moelith_plan_create(&config, nullptr, &plan); });
+  check_call("plan_create (null plan)", Expect::refusal,
+             [&] { return moelith_plan_create(&config, &options, nullptr); });
+  check_call("plan_create (empty config)", Expect::refusal,
+             [&] { return moelith_plan_create(&config, &options, &plan); });
+  check_call("forward (null)", Expect::refusal,
+             [&] { return moelith_forward(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr); });
+  check_call("backward (null)", Expect::refusal,
+             [&] { return moelith_backward(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr); });
   check_call("plan_config (null)", Expect::refusal, [&] { return moelith_plan_config(nullptr, &config); });
   check_call("group_create_single (null)", Expect::refusal, [&] { return moelith_group_create_single(nullptr); });
   check_call("group_create_threads (null)", Expect::refusal, [&] { return moelith_group_create_threads(2, nullptr); });
-  check_call("group_create_threads (count)", Expect::refusal, [&] { return moelith_group_create_threads(r.pick({0, -1, 1 << 20}), groups); });
+  check_call("group_create_threads (count)", Expect::refusal, [&] {
+    return moelith_group_create_threads(r.pick({0, -1, 1 << 20}), groups);
+  });
   check_call("group_rank (null)", Expect::refusal, [&] { return moelith_group_rank(nullptr, nullptr, nullptr); });
   check_call("group_set_timeout (null)", Expect::refusal, [&] { return moelith_group_set_timeout(nullptr, 1); });
-  check_call("update_selection_bias (null)", Expect::refusal, [&] { return moelith_update_selection_bias(nullptr, nullptr, 0.1); });
+  check_call("update_selection_bias (null)", Expect::refusal,
+             [&] { return moelith_update_selection_bias(nullptr, nullptr, 0.1); });
   moelith_plan_destroy(nullptr);
   moelith_group_destroy(nullptr);
   const auto ranks = static_cast<std::int32_t>(r.between(1, 4));
@@ -741,8 +805,12 @@ void run_null_case(Random& r) {
     std::int32_t rank = -1, size = -1;
     check_call("group_rank", Expect::success, [&] { return moelith_group_rank(groups[i], &rank, &size); });
     if (rank != i || size != ranks) violated("group_rank is wrong");
-    check_call("group_set_timeout", Expect::success, [&] { return moelith_group_set_timeout(groups[i], r.between(1, 100000)); });
-    check_call("group_set_timeout (bad)", Expect::refusal, [&] { return moelith_group_set_timeout(groups[i], r.pick<std::int64_t>({0, -1, std::numeric_limits<std::int64_t>::max(), std::numeric_limits<std::int64_t>::min()})); });
+    check_call("group_set_timeout", Expect::success,
+               [&] { return moelith_group_set_timeout(groups[i], r.between(1, 100000)); });
+    check_call("group_set_timeout (bad)", Expect::refusal, [&] {
+      return moelith_group_set_timeout(groups[i], r.pick<std::int64_t>({0, -1, std::numeric_limits<std::int64_t>::max(),
+                                                                        std::numeric_limits<std::int64_t>::min()}));
+    });
     moelith_group_destroy(groups[i]);
   }
 }
@@ -753,11 +821,13 @@ void run_bias_case(Case& c) {
   const std::int32_t type = r.pick({MOELITH_FLOAT32, MOELITH_FLOAT64});
   moelith_tensor_t bias = c.filled(type, {e}, 1.0), counts = c.tensor(MOELITH_INT64, {e});
   for (std::int64_t i = 0; i < e; ++i) store(counts.data, MOELITH_INT64, i, static_cast<double>(r.below(100)));
-  check_call("update_selection_bias", Expect::success, [&] { return moelith_update_selection_bias(&bias, &counts, 0.001); });
+  check_call("update_selection_bias", Expect::success,
+             [&] { return moelith_update_selection_bias(&bias, &counts, 0.001); });
   check_memory(c, nullptr, "update_selection_bias");
   check_finite("bias", bias);
   const Expect expect = spoil(r, r.chance(50) ? bias : counts);
-  check_call("update_selection_bias (spoilt)", expect == Expect::refusal ? Expect::refusal : Expect::anything, [&] { return moelith_update_selection_bias(&bias, &counts, r.chance(80) ? 0.001 : r.nasty_number()); });
+  check_call("update_selection_bias (spoilt)", expect == Expect::refusal ? Expect::refusal : Expect::anything,
+             [&] { return moelith_update_selection_bias(&bias, &counts, r.chance(80) ? 0.001 : r.nasty_number()); });
   check_memory(c, nullptr, "update_selection_bias (spoilt)");
 }
 
@@ -782,15 +852,19 @@ void run_rank_case(Random& r) {
         c.tokens = c.random.chance(20) ? 0 : c.random.between(1, 30);
         c.options.max_tokens = c.tokens;
         moelith_plan_t plan = nullptr;
-        check_call("plan_create (ranks)", Expect::success, [&] { return moelith_plan_create(&c.config, &c.options, &plan); });
+        check_call("plan_create (ranks)", Expect::success,
+                   [&] { return moelith_plan_create(&c.config, &c.options, &plan); });
         const std::unique_ptr<struct moelith_plan, void (*)(moelith_plan_t)> owner(plan, moelith_plan_destroy);
         std::int32_t local = 0;
-        check_call("local_experts (ranks)", Expect::success, [&] { return moelith_plan_local_experts(plan, &local, nullptr, 0); });
+        check_call("local_experts (ranks)", Expect::success,
+                   [&] { return moelith_plan_local_experts(plan, &local, nullptr, 0); });
         moelith_buffer_sizes_t sizes{};
         sizes.struct_size = sizeof sizes;
-        check_call("buffer_sizes (ranks)", Expect::success, [&] { return moelith_plan_buffer_sizes(plan, c.tokens, &sizes); });
+        check_call("buffer_sizes (ranks)", Expect::success,
+                   [&] { return moelith_plan_buffer_sizes(plan, c.tokens, &sizes); });
 
-        const std::int64_t h = c.config.hidden_size, i = c.config.intermediate_size, rows = c.gate_up_rows(i), k = c.config.top_k;
+        const std::int64_t h = c.config.hidden_size, i = c.config.intermediate_size, rows = c.gate_up_rows(i),
+                           k = c.config.top_k;
         const std::int32_t type = c.config.dtype, acc = c.accumulator();
         c.inputs.struct_size = sizeof c.inputs;
         c.inputs.x = c.filled(type, {c.tokens, h}, 1.0);
@@ -829,8 +903,13 @@ void run_rank_case(Random& r) {
         c.input_gradients.down_proj.tensor = c.tensor(type, {local, h, i});
 
         Guarded saved(sizes.saved), workspace(sizes.workspace);
-        check_call("forward (ranks)", Expect::success, [&] { return moelith_forward(plan, &c.inputs, &c.outputs, saved.data(), workspace.data(), nullptr); });
-        check_call("backward (ranks)", Expect::success, [&] { return moelith_backward(plan, &c.inputs, saved.data(), &c.output_gradients, &c.input_gradients, workspace.data(), nullptr); });
+        check_call("forward (ranks)", Expect::success, [&] {
+          return moelith_forward(plan, &c.inputs, &c.outputs, saved.data(), workspace.data(), nullptr);
+        });
+        check_call("backward (ranks)", Expect::success, [&] {
+          return moelith_backward(plan, &c.inputs, saved.data(), &c.output_gradients, &c.input_gradients,
+                                  workspace.data(), nullptr);
+        });
         check_memory(c, nullptr, "a pass of several ranks");
         if (!saved.intact() || !workspace.intact()) violated("a pass of several ranks wrote beyond a buffer");
         c.for_each_output([&](const char* name, moelith_tensor_t& t) { check_finite(name, t); });
@@ -851,16 +930,18 @@ void run_rank_case(Random& r) {
 
 // A config.json with some bytes changed (this one is C++: the C interface does not read files).
 void run_config_json_case(Random& r) {
-  std::string text = r.pick<const char*>({
-      R"({"model_type": "olmoe", "hidden_size": 64, "intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2})",
-      R"({"model_type": "deepseek_v3", "hidden_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "n_shared_experts": 1, "num_hidden_layers": 4})",
-      R"({"model_type": "qwen2_moe", "hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 16, "mlp_only_layers": [1, 2]})"});
+  std::string text = r.pick<const char*>(
+      {R"({"model_type": "olmoe", "hidden_size": 64, "intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2})",
+       R"({"model_type": "deepseek_v3", "hidden_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "n_shared_experts": 1, "num_hidden_layers": 4})",
+       R"({"model_type": "qwen2_moe", "hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 16, "mlp_only_layers": [1, 2]})"});
   for (std::int64_t n = r.below(4); n > 0; --n) {
     const auto at = static_cast<std::size_t>(r.below(static_cast<std::int64_t>(text.size())));
     switch (r.below(3)) {
       case 0: text[at] = static_cast<char>(r.below(256)); break;
       case 1: text.erase(at, static_cast<std::size_t>(r.between(1, 5))); break;
-      default: text.insert(at, r.pick<const char*>({"9", "-", "1e400", "null", "\"", "[", "99999999999999999999"})); break;
+      default:
+        text.insert(at, r.pick<const char*>({"9", "-", "1e400", "null", "\"", "[", "99999999999999999999"}));
+        break;
     }
     if (text.empty()) text = "{";
   }
@@ -874,22 +955,27 @@ void run_config_json_case(Random& r) {
 }
 
 void run_case(unsigned long long seed, unsigned long long number) {
-  std::seed_seq mixed{static_cast<std::uint32_t>(seed), static_cast<std::uint32_t>(seed >> 32), static_cast<std::uint32_t>(number),
-                      static_cast<std::uint32_t>(number >> 32)};
+  std::seed_seq mixed{static_cast<std::uint32_t>(seed), static_cast<std::uint32_t>(seed >> 32),
+                      static_cast<std::uint32_t>(number), static_cast<std::uint32_t>(number >> 32)};
   std::uint32_t parts[2];
   mixed.generate(parts, parts + 2);
   Case c(static_cast<unsigned long long>(parts[0]) << 32 | parts[1]);
   const std::int64_t kind = c.random.below(100);
-  if (kind < 80) run_layer_case(c);
-  else if (kind < 85) run_rank_case(c.random);
-  else if (kind < 90) run_bias_case(c);
-  else if (kind < 95) run_null_case(c.random);
-  else run_config_json_case(c.random);
+  if (kind < 80)
+    run_layer_case(c);
+  else if (kind < 85)
+    run_rank_case(c.random);
+  else if (kind < 90)
+    run_bias_case(c);
+  else if (kind < 95)
+    run_null_case(c.random);
+  else
+    run_config_json_case(c.random);
 }
 
 void tell_case() {
-  std::fprintf(stderr, "fuzz: in case %llu of seed %llu (again: moelith_fuzz --seed %llu --case %llu --verbose)\n", current_case,
-               current_seed, current_seed, current_case);
+  std::fprintf(stderr, "fuzz: in case %llu of seed %llu (again: moelith_fuzz --seed %llu --case %llu --verbose)\n",
+               current_case, current_seed, current_seed, current_case);
 }
 
 }  // namespace
@@ -906,13 +992,19 @@ int main(int argc, char** argv) {
       }
       return argv[++i];
     };
-    if (name == "--seconds") seconds = std::atof(value());
-    else if (name == "--seed") current_seed = std::strtoull(value(), nullptr, 10);
-    else if (name == "--cases") most_cases = std::strtoull(value(), nullptr, 10);
-    else if (name == "--case") first = std::strtoull(value(), nullptr, 10), most_cases = 1;
-    else if (name == "--verbose") verbose = true;
+    if (name == "--seconds")
+      seconds = std::atof(value());
+    else if (name == "--seed")
+      current_seed = std::strtoull(value(), nullptr, 10);
+    else if (name == "--cases")
+      most_cases = std::strtoull(value(), nullptr, 10);
+    else if (name == "--case")
+      first = std::strtoull(value(), nullptr, 10), most_cases = 1;
+    else if (name == "--verbose")
+      verbose = true;
     else {
-      std::fprintf(stderr, "fuzz: unknown option %s; known: --seconds, --seed, --cases, --case, --verbose\n", name.c_str());
+      std::fprintf(stderr, "fuzz: unknown option %s; known: --seconds, --seed, --cases, --case, --verbose\n",
+                   name.c_str());
       return 2;
     }
   }
@@ -922,7 +1014,8 @@ int main(int argc, char** argv) {
   const auto start = std::chrono::steady_clock::now();
   unsigned long long done = 0;
   for (; done < most_cases; ++done) {
-    if (most_cases != 1 && std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() >= seconds) break;
+    if (most_cases != 1 && std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() >= seconds)
+      break;
     current_case = first + done;
     if (verbose) std::printf("case %llu\n", current_case);
     try {

@@ -51,20 +51,25 @@ TileWork tile_work(const Pass& pass, const Tile& tile, std::int64_t element_size
     case Stage::dispatch:
       return {0, 2 * part(pass.layout.tokens_of_rank[tile.expert], s.chunk_tokens, tile.row_block) * h * size};
     case Stage::gate_up:
-      return {2 * block_rows() * s.gate_up_factor * part(s.width(tile.expert), s.gate_up_columns(), tile.column_block) * h, 0};
+      return {
+          2 * block_rows() * s.gate_up_factor * part(s.width(tile.expert), s.gate_up_columns(), tile.column_block) * h,
+          0};
     case Stage::down: return {2 * block_rows() * part(s.hidden_size, s.tile.columns, tile.column_block) * width, 0};
     case Stage::combine:
-      return {0, part(s.tokens, s.tile.token_block, tile.row_block) * part(s.hidden_size, s.tile.columns, tile.column_block) *
-                     (s.top_k + s.shared_experts + 1) * size};
+      return {0, part(s.tokens, s.tile.token_block, tile.row_block) *
+                     part(s.hidden_size, s.tile.columns, tile.column_block) * (s.top_k + s.shared_experts + 1) * size};
     case Stage::down_dgrad:
       return {2 * block_rows() * part(s.width(tile.expert), s.tile.columns, tile.column_block) * h, 0};
-    case Stage::gate_up_dgrad: return {2 * block_rows() * part(s.hidden_size, s.tile.columns, tile.column_block) * pre, 0};
+    case Stage::gate_up_dgrad:
+      return {2 * block_rows() * part(s.hidden_size, s.tile.columns, tile.column_block) * pre, 0};
     case Stage::gate_up_wgrad:
       return {2 * expert_rows() * part(static_cast<std::int64_t>(pre), s.tile.wgrad_rows, tile.row_block) *
-                  part(s.hidden_size, s.tile.wgrad_columns, tile.column_block), 0};
+                  part(s.hidden_size, s.tile.wgrad_columns, tile.column_block),
+              0};
     case Stage::down_wgrad:
       return {2 * expert_rows() * part(s.hidden_size, s.tile.wgrad_rows, tile.row_block) *
-                  part(s.width(tile.expert), s.tile.wgrad_columns, tile.column_block), 0};
+                  part(s.width(tile.expert), s.tile.wgrad_columns, tile.column_block),
+              0};
     case Stage::gate_up_bias_grad: return {0, expert_rows() * pre * size};
     case Stage::down_bias_grad: return {0, expert_rows() * h * size};
   }
@@ -73,7 +78,8 @@ TileWork tile_work(const Pass& pass, const Tile& tile, std::int64_t element_size
 
 Simulation simulate(const std::vector<Pass>& passes, int workers,
                     const std::function<double(const Pass&, const Tile&)>& cost) {
-  if (workers < 1) throw Error(Status::invalid_argument, "workers is " + std::to_string(workers) + "; accepted: 1 or more");
+  if (workers < 1)
+    throw Error(Status::invalid_argument, "workers is " + std::to_string(workers) + "; accepted: 1 or more");
   Simulation result;
   std::vector<double> chains;             // of each span: the longest chain that ends with it
   std::vector<std::int64_t> chain_after;  // and the tile before it in that chain
@@ -143,8 +149,9 @@ Simulation simulate(const std::vector<Pass>& passes, int workers,
     if (all_done || progress) continue;
     for (std::size_t r = 0; r < ranks.size(); ++r) {
       if (ranks[r].next == ranks[r].tiles) continue;
-      throw Error(Status::internal, "rank " + std::to_string(r) + " would wait for ever in tile " + std::to_string(ranks[r].next) +
-                                        " (" + schedule::to_string(schedule::tile_at(*ranks[r].pass, ranks[r].next).stage) + ")");
+      throw Error(Status::internal,
+                  "rank " + std::to_string(r) + " would wait for ever in tile " + std::to_string(ranks[r].next) + " (" +
+                      schedule::to_string(schedule::tile_at(*ranks[r].pass, ranks[r].next).stage) + ")");
     }
   }
 

@@ -1,5 +1,6 @@
-// The schedule run against a table of costs instead of a device: when each tile would start and end, on which worker, and
-// the longest chain of tiles that wait for one another. For GPUs and links that nobody has at hand, and for pictures.
+// The schedule run against a table of costs instead of a device: when each tile would start and end, on which worker,
+// and the longest chain of tiles that wait for one another. For GPUs and links that nobody has at hand, and for
+// pictures.
 //
 // The model: a rank's idle workers take its tiles in the schedule's order, the one that is idle longest first. A worker
 // that holds a tile waits for its counters, computes for the tile's cost, and raises its counters; nothing else takes
@@ -24,17 +25,17 @@ TileWork tile_work(const schedule::Pass& pass, const schedule::Tile& tile, std::
 struct Span {
   int rank = 0, worker = 0;
   schedule::Tile tile{};
-  double start = 0, end = 0;       // of the work itself, in seconds
-  double taken = 0;                // when the worker took it: [taken, start) is its wait
-  std::int64_t after = -1;         // index (into spans) of the tile whose end it waited for last; -1: of none
+  double start = 0, end = 0;  // of the work itself, in seconds
+  double taken = 0;           // when the worker took it: [taken, start) is its wait
+  std::int64_t after = -1;    // index (into spans) of the tile whose end it waited for last; -1: of none
 };
 
 struct Simulation {
-  std::vector<Span> spans;              // in the order in which tiles were taken, rank by rank within one moment
-  double makespan = 0;                  // the end of the last tile
-  double work = 0;                      // the sum of all costs
-  double critical_path = 0;             // the longest chain of dependent tiles; no number of workers can be faster
-  std::vector<std::int64_t> critical;   // its tiles, first to last: indices into spans
+  std::vector<Span> spans;             // in the order in which tiles were taken, rank by rank within one moment
+  double makespan = 0;                 // the end of the last tile
+  double work = 0;                     // the sum of all costs
+  double critical_path = 0;            // the longest chain of dependent tiles; no number of workers can be faster
+  std::vector<std::int64_t> critical;  // its tiles, first to last: indices into spans
 };
 
 // passes: one for each rank, in rank order. cost: seconds of a tile, >= 0.
