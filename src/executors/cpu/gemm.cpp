@@ -6,6 +6,12 @@
 #include <new>
 #include <type_traits>
 
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "executors/cpu/gemm_kernels.hpp"
 #include "moelith/tensor.hpp"
 
@@ -18,28 +24,31 @@ struct Known {
   InstructionSet set;
   const char* name;
 };
-constexpr std::array<Known, 3> known{
-    {{InstructionSet::plain, "plain"}, {InstructionSet::avx2, "avx2"}, {InstructionSet::avx512, "avx512"}}};
+constexpr std::array<Known, 4> known{{{InstructionSet::plain, "plain"},
+                                      {InstructionSet::avx2, "avx2"},
+                                      {InstructionSet::avx512, "avx512"},
+                                      {InstructionSet::amx, "amx"}}};
 
-bool available(InstructionSet set) {
 #if defined(__x86_64__)
-  switch (set) {
-    case InstructionSet::plain: return true;
-    case InstructionSet::avx2: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    case InstructionSet::avx512:
-      return available(InstructionSet::avx2) && __builtin_cpu_supports("avx512f") &&
-             __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-  }
-  return false;
+// Linux gives the tile registers to a process that asks for them (arch_prctl, ARCH_REQ_XCOMP_PERM).
+bool amx_permitted() {
+#if defined(__linux__)
+  constexpr unsigned amx_bf16 = 1u << 22, amx_tile = 1u << 24;  // CPUID leaf 7, EDX
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  if ((edx & amx_bf16) == 0 || (edx & amx_tile) == 0) return false;
+  constexpr long request_permission = 0x1023, tile_data = 18;
+  return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
 #else
-  return set == InstructionSet::plain;
+  return false;
 #endif
 }
+#endif
 
 const GemmKernels* kernels_of(InstructionSet set) {
 #if defined(__x86_64__)
   if (set == InstructionSet::avx2) return &gemm_kernels_avx2;
-  if (set == InstructionSet::avx512) return &gemm_kernels_avx512;
+  if (set == InstructionSet::avx512 || set == InstructionSet::amx) return &gemm_kernels_avx512;
 #endif
   return &gemm_kernels_plain;
 }
@@ -61,6 +70,25 @@ constexpr int unset = -1;
 std::atomic<int> chosen{unset};  // an InstructionSet
 
 }  // namespace
+
+bool available(InstructionSet set) {
+#if defined(__x86_64__)
+  switch (set) {
+    case InstructionSet::plain: return true;
+    case InstructionSet::avx2: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    case InstructionSet::avx512:
+      return available(InstructionSet::avx2) && __builtin_cpu_supports("avx512f") &&
+             __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+    case InstructionSet::amx: {
+      static const bool permitted = available(InstructionSet::avx512) && amx_permitted();
+      return permitted;
+    }
+  }
+  return false;
+#else
+  return set == InstructionSet::plain;
+#endif
+}
 
 Scratch::~Scratch() { ::operator delete(memory_, scratch_alignment); }
 
@@ -93,7 +121,7 @@ InstructionSet instruction_set_from(const std::string& name) {
 std::vector<InstructionSet> available_instruction_sets() {
   std::vector<InstructionSet> sets;
   for (const Known& one : known)
-    if (available(one.set)) sets.push_back(one.set);
+    if (one.set != InstructionSet::amx && available(one.set)) sets.push_back(one.set);
   return sets;
 }
 
@@ -129,8 +157,12 @@ void gemm(const Operand<Storage>& a, const Operand<Storage>& b, std::int64_t m, 
     }
     return;
   }
-  const GemmKernels* kernels = kernels_of(instruction_set());
+  const InstructionSet set = instruction_set();
+  const GemmKernels* kernels = kernels_of(set);
   if constexpr (std::is_same_v<Storage, numerics::bfloat16>) {
+#if defined(__x86_64__)
+    if (set == InstructionSet::amx) return gemm_bfloat16_amx(a, b, m, n, k, c, ldc, accumulate, scratch);
+#endif
     kernels->bfloat16(a, b, m, n, k, c, ldc, accumulate, scratch);
   } else if constexpr (std::is_same_v<Storage, float>) {
     kernels->float32(a, b, m, n, k, c, ldc, accumulate, scratch);

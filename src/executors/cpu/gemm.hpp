@@ -71,21 +71,25 @@ extern template void gemm(const Operand<float>&, const Operand<float>&, std::int
 extern template void gemm(const Operand<double>&, const Operand<double>&, std::int64_t, std::int64_t, std::int64_t,
                           double*, std::int64_t, bool, Scratch&);
 
-// What the kernels are made of. All give the same bits.
+// What the kernels are made of. The first three give the same bits.
 enum class InstructionSet : std::uint8_t {
   plain,   // C++ alone (slow: where the machine has no fused multiply-add, every one is emulated)
   avx2,    // AVX2 and FMA
   avx512,  // AVX-512 F, BW, VL
+  amx,  // AMX for bfloat16, in an order of sums of its own (gemm_amx.cpp) and with subnormal numbers as zero; AVX-512
+        // for the others. Taken only where it is asked for by name.
 };
 
-// The one in use: the best that this machine has, unless the environment variable MOELITH_CPU_ISA (plain, avx2,
-// avx512; read at the first call of this function or of gemm) or set_instruction_set chose another. Throws
-// Error(invalid_argument) for an unknown name and Error(unsupported) for one that this machine lacks; a plan calls it
-// once so that the error comes from there and not from a worker.
+// The one in use: the best of the first three that this machine has, unless the environment variable MOELITH_CPU_ISA
+// (plain, avx2, avx512, amx; read at the first call of this function or of gemm) or set_instruction_set chose another.
+// Throws Error(invalid_argument) for an unknown name and Error(unsupported) for one that this machine lacks; a plan
+// calls it once so that the error comes from there and not from a worker.
 InstructionSet instruction_set();
 // For tests and measurements. Not while another thread is in gemm. Throws Error(unsupported).
 void set_instruction_set(InstructionSet choice);
-// Those that this machine can run, plain first, the best last.
+// Whether this machine (and, for amx, its operating system, which is asked for the permission) can run it.
+bool available(InstructionSet set);
+// Those of the first three that this machine can run, plain first, the best last.
 std::vector<InstructionSet> available_instruction_sets();
 const char* to_string(InstructionSet set);
 InstructionSet instruction_set_from(const std::string& name);  // throws Error(invalid_argument)

@@ -24,6 +24,7 @@ extern const GemmKernels gemm_kernels_plain;
 #if defined(__x86_64__)
 extern const GemmKernels gemm_kernels_avx2;
 extern const GemmKernels gemm_kernels_avx512;
+extern const GemmFunction<numerics::bfloat16> gemm_bfloat16_amx;
 #endif
 
 }  // namespace moelith::executors::cpu

@@ -265,6 +265,45 @@ TYPED_TEST(Gemm, nan_and_infinity_stay_in_their_row_and_column) {
   }
 }
 
+// AMX has an order of its own; it is the one that gemm_amx.cpp states.
+TEST(GemmAmx, its_stated_order) {
+  if (!available(InstructionSet::amx)) GTEST_SKIP() << "this machine has no AMX";
+  InstructionSetGuard guard;
+  set_instruction_set(InstructionSet::amx);
+  std::mt19937 random(5);
+  Scratch scratch;
+  using Order = Operand<bfloat16>::Order;
+  const struct {
+    std::int64_t m, n, k;
+  } shapes[] = {{1, 1, 1}, {16, 16, 32}, {17, 33, 70}, {33, 15, 31}, {64, 48, 544}, {5, 100, 1000}, {600, 40, 1100}};
+  for (const auto& shape : shapes)
+    for (int layout = 0; layout < 8; ++layout) {
+      const bool accumulate = layout & 1, gather = layout & 2;
+      TestOperand<bfloat16> a(random, shape.m, shape.k, layout & 2 ? Order::row_contiguous : Order::k_contiguous,
+                              gather, true, layout);
+      TestOperand<bfloat16> b(random, shape.n, shape.k, layout & 4 ? Order::row_contiguous : Order::k_contiguous,
+                              !gather, true, 2 * layout);
+      TestResult<float> c(shape.m, shape.n, 3, accumulate ? 0.75f : std::numeric_limits<float>::quiet_NaN());
+      gemm<bfloat16>(a.view, b.view, shape.m, shape.n, shape.k, c.values.data(), c.ldc, accumulate, scratch);
+      std::int64_t wrong = 0;
+      for (std::int64_t i = 0; i < shape.m; ++i)
+        for (std::int64_t j = 0; j < shape.n; ++j) {
+          float expected = accumulate ? 0.75f : 0.0f;
+          for (std::int64_t p = 0; p < shape.k; p += 32) {
+            float sum[2] = {};
+            for (std::int64_t q = p; q < std::min(p + 32, shape.k); ++q)
+              sum[q % 2] = std::fma(a.value(i, q), b.value(j, q), sum[q % 2]);
+            expected += sum[0] + sum[1];
+          }
+          if (c.at(i, j) != expected && ++wrong <= 3)
+            ADD_FAILURE() << shape.m << " x " << shape.n << " x " << shape.k << ": C(" << i << ", " << j << ") is "
+                          << c.at(i, j) << ", not " << expected;
+        }
+      c.expect_canaries();
+      ASSERT_EQ(wrong, 0);
+    }
+}
+
 TEST(GemmLiteral, small_product) {
   InstructionSetGuard guard;
   Scratch scratch;
@@ -308,9 +347,11 @@ TEST(GemmInstructionSet, names_and_refusals) {
   const auto sets = available_instruction_sets();
   ASSERT_FALSE(sets.empty());
   EXPECT_EQ(sets.front(), InstructionSet::plain);
-  for (InstructionSet set : {InstructionSet::plain, InstructionSet::avx2, InstructionSet::avx512}) {
+  for (InstructionSet set :
+       {InstructionSet::plain, InstructionSet::avx2, InstructionSet::avx512, InstructionSet::amx}) {
     EXPECT_EQ(instruction_set_from(to_string(set)), set);
-    if (std::find(sets.begin(), sets.end(), set) != sets.end()) {
+    EXPECT_EQ(std::find(sets.begin(), sets.end(), set) != sets.end(), set != InstructionSet::amx && available(set));
+    if (available(set)) {
       set_instruction_set(set);
       EXPECT_EQ(instruction_set(), set);
     } else {
@@ -328,7 +369,7 @@ TEST(GemmInstructionSet, names_and_refusals) {
     ADD_FAILURE() << "accepted sse9";
   } catch (const Error& error) {
     EXPECT_EQ(error.status(), Status::invalid_argument);
-    EXPECT_NE(std::string(error.what()).find("plain, avx2, avx512"), std::string::npos);
+    EXPECT_NE(std::string(error.what()).find("plain, avx2, avx512, amx"), std::string::npos);
   }
 }
 
