@@ -177,6 +177,7 @@ struct RunOptions {
   double preset = std::numeric_limits<double>::quiet_NaN();  // a number: accumulate onto it
   int backwards = 1;
   std::vector<std::string> frozen;           // results that are not asked for: "dx", "d_gate_up_proj", ...
+  std::vector<int> without_dy;               // ranks that give no gradient of y
   DeviceKind device = DeviceKind::cpu;
 };
 
@@ -291,7 +292,8 @@ inline Results run(const Problem& p, const RunOptions& options) {
 
     if (options.keep) {
       OutputGradients up;
-      if (!p.upstream.y.empty()) up.y = rows(p.upstream.y, c.dtype, h);
+      const bool gives_dy = std::find(options.without_dy.begin(), options.without_dy.end(), rank) == options.without_dy.end();
+      if (!p.upstream.y.empty() && gives_dy) up.y = rows(p.upstream.y, c.dtype, h);
       if (!p.upstream.topk_weights.empty()) up.topk_weights = rows(p.upstream.topk_weights, accumulator, k);
       if (!p.upstream.aux_loss.empty()) up.aux_loss = whole({p.upstream.aux_loss[rank]}, accumulator, {1});
       if (!p.upstream.z_loss.empty()) up.z_loss = whole({p.upstream.z_loss[rank]}, accumulator, {1});

@@ -171,7 +171,8 @@ class CpuLayer final : public DeviceLayer {
     auto* d_gates = at<T>(workspace, scratch.d_shared_gates);
 
     PassData<Storage> data = pass_data(geometry, inputs, Direction::backward, saved, kept, at<T>(workspace, scratch.shared_gates));
-    if (upstream.y.given()) {
+    // Among several ranks one without a gradient of y has to take part: others' tokens went through its experts.
+    if (upstream.y.given() || geometry.ranks > 1) {
       run_backward(data, geometry, inputs, saved, kept, upstream, gradients, workspace, scratch, *pool);
     } else {
       zero_gradients(gradients);
@@ -376,6 +377,12 @@ class CpuLayer final : public DeviceLayer {
     const bool several = geometry.ranks > 1;
     data.dy = data_of<Storage>(upstream.y);
     data.dy_stride = upstream.y.stride[0];
+    std::vector<Storage> zero_row;
+    if (!upstream.y.given()) {  // counts as zero: one row of zeros stands for all
+      zero_row.resize(config_.hidden_size, Storage{});
+      data.dy = zero_row.data();
+      data.dy_stride = 0;
+    }
     data.out = data_of<Storage>(gradients.x);
     data.out_stride = gradients.x.stride[0];
     data.d_topk_weights = at<T>(workspace, scratch.d_topk_weights);
@@ -472,9 +479,11 @@ class CpuLayer final : public DeviceLayer {
 
   void store_gate_gradients(const Inputs& inputs, const PassData<Storage>& data, const T* d_gates, const TensorView& out) const {
     for (std::int64_t n = 0; n < inputs.shared_gate_logits.numel(); ++n) {
+      // An absent token's logits may be anything, NaN too.
+      const bool there = n / std::int64_t(shared_count_) < *data.pass.layout.valid_tokens;
       const bool gated = config_.shared_experts[n % shared_count_].gated;
       const T gate = data.shared_gates[n];
-      const T value = gated ? d_gates[n] * gate * (T(1) - gate) : T(0);
+      const T value = there && gated ? d_gates[n] * gate * (T(1) - gate) : T(0);
       if (out.dtype == DataType::bfloat16) {
         static_cast<numerics::bfloat16*>(out.data)[n] = numerics::to_bfloat16(float(value));
       } else {

@@ -60,7 +60,8 @@ MOELITH_HD_INLINE ActivationValue<T> activation(const Activation& parameters, T 
     const T t = tanh(inner);
     const T d_inner = T(sqrt_2_over_pi) * (T(1) + T(3 * cubic) * gate * gate);
     const T cdf = T(0.5) * (T(1) + t);
-    return {gate * cdf * up, up * (cdf + T(0.5) * gate * (T(1) - t * t) * d_inner), gate * cdf};
+    const T slope = T(1) - t * t;  // far out it is 0, while d_inner may overflow
+    return {gate * cdf * up, up * (cdf + (slope == T(0) ? T(0) : T(0.5) * gate * slope * d_inner)), gate * cdf};
   } else {
     const T r = gate > T(0) ? gate : (gate != gate ? gate : T(0));  // NaN passes through
     return {r * r, T(2) * r, T(0)};
