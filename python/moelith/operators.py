@@ -170,7 +170,8 @@ def _(
     elif isinstance(tokens, int):
         owner = Group.of(group)
         with owner.lock:
-            size = owner.plan(config, options, x.dtype, x.device.type, tokens).buffer_sizes(tokens).saved
+            device = "cpu" if x.is_meta else x.device.type
+            size = owner.plan(config, options, x.dtype, device, tokens).buffer_sizes(tokens).saved
     else:  # a symbolic number of tokens: the plan is made, and asked, when the number is known
         size = torch.library.get_ctx().new_dynamic_size()
     return (*_empty_outputs(x, config), x.new_empty((size,), dtype=torch.uint8))
