@@ -12,16 +12,16 @@ using bf16 = numerics::bfloat16;
 // Runs f(std::integral_constant<int, i>) for the i that equals `step`: register arrays need constant indices, while the
 // code around stays in a loop.
 template <int Count, class F>
-__device__ inline void with_constant(int step, F&& f) {
+__device__ __forceinline__ void with_constant(int step, F&& f) {
   [&]<int... I>(std::integer_sequence<int, I...>) {
     ((step == I ? (f(std::integral_constant<int, I>{}), true) : false) || ...);
   }(std::make_integer_sequence<int, Count>{});
 }
 
-__device__ inline uint4 load_16(const bf16* source) { return *reinterpret_cast<const uint4*>(source); }
-__device__ inline void store_16(bf16* destination, uint4 value) { *reinterpret_cast<uint4*>(destination) = value; }
+__device__ __forceinline__ uint4 load_16(const bf16* source) { return *reinterpret_cast<const uint4*>(source); }
+__device__ __forceinline__ void store_16(bf16* destination, uint4 value) { *reinterpret_cast<uint4*>(destination) = value; }
 // Written by other SMs in this launch: past the first-level cache.
-__device__ inline uint4 load_16_shared_by_sms(const bf16* source) { return __ldcg(reinterpret_cast<const uint4*>(source)); }
+__device__ __forceinline__ uint4 load_16_shared_by_sms(const bf16* source) { return __ldcg(reinterpret_cast<const uint4*>(source)); }
 
 // 8 bfloat16 values, as pairs.
 struct Words {
@@ -32,30 +32,22 @@ struct Words {
   __device__ uint4 all() const { return {word[0], word[1], word[2], word[3]}; }
 };
 
-__device__ inline void unpack(uint4 v, float (&f)[8]) {
+__device__ __forceinline__ void unpack(uint4 v, float (&f)[8]) {
   const std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) f[2 * i] = low_bfloat16(words[i]), f[2 * i + 1] = high_bfloat16(words[i]);
 }
-__device__ inline uint4 pack(const float (&f)[8]) {
+__device__ __forceinline__ uint4 pack(const float (&f)[8]) {
   return {pack_bfloat16(f[0], f[1]), pack_bfloat16(f[2], f[3]), pack_bfloat16(f[4], f[5]), pack_bfloat16(f[6], f[7])};
 }
-__device__ inline void round_all(float (&f)[8]) { unpack(pack(f), f); }
+__device__ __forceinline__ void round_all(float (&f)[8]) { unpack(pack(f), f); }
 
-// Adds the bias of `Groups` 8-column groups from group First on; bias: of its first column, of which `columns` exist.
-template <int N, int First, int Groups>
-__device__ inline void add_bias(Sums<N>& sums, const bf16* bias, std::int64_t columns, int lane) {
-#pragma unroll
-  for (int g = 0; g < Groups; ++g) {
-    const int column = g * 8 + 2 * (lane % 4);
-    if (column >= columns) continue;
-    const std::uint32_t packed = *reinterpret_cast<const std::uint32_t*>(bias + column);
-    const float low = low_bfloat16(packed), high = high_bfloat16(packed);
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-      float* v = sums.value[m] + (First + g) * 4;
-      v[0] += low, v[1] += high, v[2] += low, v[3] += high;
-    }
+// `Count` bias values, of which `columns` exist, into the warp's shared memory as bfloat16.
+template <int Count>
+__device__ __forceinline__ void stage_bias(std::uint32_t staging, const bf16* bias, std::int64_t columns, int lane) {
+  for (int pair = lane; pair < Count / 2; pair += 32) {
+    const std::uint32_t packed = 2 * pair < columns ? __ldg(reinterpret_cast<const std::uint32_t*>(bias) + pair) : 0;
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(staging + pair * 4), "r"(packed) : "memory");
   }
 }
 
@@ -64,22 +56,32 @@ template <int N>
 struct RoundedSums {
   std::uint32_t word[2][N / 4];
 
-  __device__ explicit RoundedSums(const Sums<N>& sums) {
+  // With a bias, that of all N columns lies in the warp's shared memory.
+  __device__ __forceinline__ RoundedSums(const Sums<N>& sums, bool with_bias, std::uint32_t staging, int lane) {
+    if (with_bias) __syncwarp();
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
+    for (int g = 0; g < N / 8; ++g) {
+      std::uint32_t packed = 0;
+      if (with_bias) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(packed) : "r"(staging + g * 16 + lane % 4 * 4));
+      const float low = low_bfloat16(packed), high = high_bfloat16(packed);
 #pragma unroll
-      for (int i = 0; i < N / 4; ++i) {
-        word[m][i] = pack_bfloat16(sums.value[m][2 * i], sums.value[m][2 * i + 1]);
-        asm volatile("" : "+r"(word[m][i]));  // here, and not where it is used
+      for (int m = 0; m < 2; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float* v = sums.value[m] + g * 4 + h * 2;
+          word[m][2 * g + h] = pack_bfloat16(v[0] + low, v[1] + high);
+          asm volatile("" : "+r"(word[m][2 * g + h]));  // here, and not where it is used
+        }
       }
     }
+    if (with_bias) __syncwarp();
   }
 };
 
 // 8-column groups First .. First + 2 Pairs - 1 of block M into 16-byte pieces `piece` and following of the warp's rows.
 // Piece c of row r lies at r * 128 + ((c ^ (r & 7)) * 16).
 template <int M, int First, int Pairs, int N>
-__device__ inline void deposit_rounded(const RoundedSums<N>& sums, std::uint32_t staging, int piece, int lane) {
+__device__ __forceinline__ void deposit_rounded(const RoundedSums<N>& sums, std::uint32_t staging, int piece, int lane) {
   const int row = (lane % 8) + (lane / 8 % 2) * 8;
 #pragma unroll
   for (int pair = 0; pair < Pairs; ++pair) {
@@ -88,14 +90,14 @@ __device__ inline void deposit_rounded(const RoundedSums<N>& sums, std::uint32_t
     store_matrices(staging + row * 128 + ((c ^ (row & 7)) << 4), w[0], w[1], w[2], w[3]);
   }
 }
-__device__ inline uint4 staged_piece(std::uint32_t staging, int row, int piece) {
+__device__ __forceinline__ uint4 staged_piece(std::uint32_t staging, int row, int piece) {
   return load_shared_16(staging + row * 128 + ((piece ^ (row & 7)) << 4));
 }
 
 // 32 columns (8-column groups First to First + 3) of block M as float. Columns 8 o .. 8 o + 7 of row r lie at
 // r * 128 + ((o ^ (r & 3)) * 32).
 template <int N, int M, int First>
-__device__ inline void deposit_float(const Sums<N>& sums, std::uint32_t staging, int lane) {
+__device__ __forceinline__ void deposit_float(const Sums<N>& sums, std::uint32_t staging, int lane) {
   const int row = lane / 4;
 #pragma unroll
   for (int g = 0; g < 4; ++g) {
@@ -105,7 +107,7 @@ __device__ inline void deposit_float(const Sums<N>& sums, std::uint32_t staging,
     store_shared_8(place + 8 * 128, v[2], v[3]);
   }
 }
-__device__ inline void staged_floats(std::uint32_t staging, int row, int octet, float (&f)[8]) {
+__device__ __forceinline__ void staged_floats(std::uint32_t staging, int row, int octet, float (&f)[8]) {
   const std::uint32_t place = staging + row * 128 + ((octet ^ (row & 3)) << 5);
   const uint4 a = load_shared_16(place), b = load_shared_16(place + 16);
   f[0] = __uint_as_float(a.x), f[1] = __uint_as_float(a.y), f[2] = __uint_as_float(a.z), f[3] = __uint_as_float(a.w);
@@ -126,7 +128,7 @@ struct Warp {
 // Writes rounded sums 64 columns at a time: row r of the tile to `place(r)`, where its first column goes. `columns`: how many
 // columns of the tile exist.
 template <int N, class Place>
-__device__ inline void store_rounded(const RoundedSums<N>& sums, int rows, int columns, const Warp& warp, Place&& place) {
+__device__ __forceinline__ void store_rounded(const RoundedSums<N>& sums, int rows, int columns, const Warp& warp, Place&& place) {
   constexpr int slabs = N / 64;
   const int steps = (rows > 64 ? 2 : 1) * slabs, lane = warp.lane, piece = lane % 8;
 #pragma unroll 1
@@ -149,12 +151,12 @@ __device__ inline void store_rounded(const RoundedSums<N>& sums, int rows, int c
 
 // --- down, gate_up_dgrad: rows to their slots ------------------------------------------------------------------------
 
-// slots[row_index[r], column ..] = rounded (sum + bias)
+// slots[row_index[r], column ..] = rounded (sum + bias); bias: of the tile's first column, or null
 template <int N>
-__device__ inline void rows_to_slots(Sums<N>& sums, const Work& work, const bf16* bias, bf16* slots, std::int64_t hidden,
+__device__ __forceinline__ void rows_to_slots(const Sums<N>& sums, const Work& work, const bf16* bias, bf16* slots, std::int64_t hidden,
                                      const Warp& warp) {
-  if (bias) add_bias<N, 0, N / 8>(sums, bias + work.column, hidden - work.column, warp.lane);
-  store_rounded(RoundedSums<N>(sums), work.rows, static_cast<int>(hidden - work.column), warp,
+  if (bias) stage_bias<N>(warp.staging, bias, hidden - work.column, warp.lane);
+  store_rounded(RoundedSums<N>(sums, bias != nullptr, warp.staging, warp.lane), work.rows, static_cast<int>(hidden - work.column), warp,
                 [&](int row) { return slots + work.row_index[row] * hidden + work.column; });
 }
 
@@ -163,7 +165,7 @@ __device__ inline void rows_to_slots(Sums<N>& sums, const Work& work, const bf16
 // The first N / 2 columns of the sums are gate columns, the others the up columns that belong to them; without a gate the
 // others are the next N / 2 columns.
 template <int N>
-__device__ inline void activate_rows(const PassData& data, Sums<N>& sums, const Work& work, const Warp& warp) {
+__device__ __forceinline__ void activate_rows(const PassData& data, const Sums<N>& sums, const Work& work, const Warp& warp) {
   constexpr int slabs = N / 64;  // of 32 gate and 32 up columns
   const schedule::Sizes& sizes = data.pass.sizes;
   const ExpertGroup& tensors = data.groups[work.group];
@@ -174,10 +176,11 @@ __device__ inline void activate_rows(const PassData& data, Sums<N>& sums, const 
   const int steps = (work.rows > 64 ? 2 : 1) * slabs, lane = warp.lane;
   if (tensors.gate_up_bias) {
     const bf16* bias = tensors.gate_up_bias + work.expert * pre_width + work.column;
-    add_bias<N, 0, N / 16>(sums, bias, width - work.column, lane);
-    add_bias<N, N / 16, N / 16>(sums, bias + second, width - work.column - (gated ? 0 : N / 2), lane);
+    const std::int64_t columns = width - work.column;
+    stage_bias<N / 2>(warp.staging, bias, columns, lane);
+    stage_bias<N / 2>(warp.staging + N, bias + second, columns - (gated ? 0 : N / 2), lane);
   }
-  const RoundedSums<N> rounded(sums);
+  const RoundedSums<N> rounded(sums, tensors.gate_up_bias != nullptr, warp.staging, lane);
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     with_constant<2 * slabs>(step, [&](auto constant) {
@@ -227,39 +230,37 @@ __device__ inline void activate_rows(const PassData& data, Sums<N>& sums, const 
 // With d = the sum (dA before the route's weight p) and z as saved: A = act(z), dprob = <d, rounded A> over each 64 columns,
 // dz = p d act'(z), and p A for the gradient of down_proj.
 template <int N>
-__device__ inline void activation_gradient(const PassData& data, const Sums<N>& sums, const Work& work, const Warp& warp) {
+__device__ __forceinline__ void activation_gradient(const PassData& data, const Sums<N>& sums, const Work& work, const Warp& warp) {
   constexpr int slabs = N / 32;
   const schedule::Sizes& sizes = data.pass.sizes;
   const ExpertGroup& tensors = data.groups[work.group];
   const bool gated = sizes.gate_up_factor == 2, after_down = work.group > 0 || data.weight_after_down;
   const std::int64_t width = tensors.width, pre_width = sizes.gate_up_factor * width;
   const int steps = (work.rows > 64 ? 2 : 1) * slabs, lane = warp.lane, octet = lane % 4;
-  float dots[2] = {0, 0};  // of the first 32 of 64 columns
+  float dot_above = 0.0f, dot_below = 0.0f;  // of the first 32 of 64 columns, of the two rows of this lane
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     with_constant<2 * slabs>(step, [&](auto constant) {
       deposit_float<N, constant.value / slabs, constant.value % slabs * 4>(sums, warp.staging, lane);
     });
     __syncwarp();
-    const int first_row = step / slabs * 64 + warp.index * 16, slab = step % slabs;
+    const int slab = step % slabs;
     const std::int64_t column = work.column + slab * 32 + octet * 8;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int r = lane / 4 + 8 * i, row = first_row + r;
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {  // one after the other: registers are what this epilogue is short of
+      const int r = lane / 4 + 8 * i, row = step / slabs * 64 + warp.index * 16 + r;
       const bool inside = row < work.rows && column < width;
       const std::int64_t at = work.row_begin + row;
       uint4 loaded_gate{0, 0, 0, 0}, loaded_up{0, 0, 0, 0};
       float weight = 1.0f, dot = 0.0f;
-      std::int64_t index = 0;
       if (inside) {
         const bf16* z = tensors.pre_activation + at * pre_width + column;
         loaded_gate = load_16_shared_by_sms(z);
         if (gated) loaded_up = load_16_shared_by_sms(z + width);
-        index = work.row_index[row];
         if (work.group == 0) {
-          weight = data.topk_weights[index];
+          weight = __ldg(data.topk_weights + work.row_index[row]);
         } else if (data.shared_gates) {
-          weight = data.shared_gates[index * sizes.shared_experts + work.group - 1];
+          weight = __ldg(data.shared_gates + std::int64_t(work.row_index[row]) * sizes.shared_experts + work.group - 1);
         }
       }
       Words gate(loaded_gate), up(loaded_up), a(uint4{0, 0, 0, 0});
@@ -292,12 +293,12 @@ __device__ inline void activation_gradient(const PassData& data, const Sums<N>& 
       }
       dot += __shfl_xor_sync(~0u, dot, 1);
       dot += __shfl_xor_sync(~0u, dot, 2);
-      if (slab % 2 == 0) {
-        dots[i] = dot;
-      } else if (octet == 0 && row < work.rows && column - 32 < width) {
-        index = work.row_index[row];
-        tensors.dprob[index * tensors.dprob_groups + (column - 32) / 64] = dots[i] + dot;
+      if (slab % 2 == 1 && octet == 0 && row < work.rows && column - 32 < width) {
+        const std::int64_t index = work.row_index[row];
+        tensors.dprob[index * tensors.dprob_groups + (column - 32) / 64] = (i == 0 ? dot_above : dot_below) + dot;
       }
+      dot_above = i == 0 ? dot : dot_above;
+      dot_below = i == 0 ? dot_below : dot;
     }
     __syncwarp();
   }
@@ -324,7 +325,7 @@ __device__ inline void activation_gradient(const PassData& data, const Sums<N>& 
 // --- weight gradients ------------------------------------------------------------------------------------------------
 
 // 8 values to, or onto, a gradient tensor.
-__device__ inline void store_gradient(const GradientTarget& target, std::int64_t at, float (&f)[8]) {
+__device__ __forceinline__ void store_gradient(const GradientTarget& target, std::int64_t at, float (&f)[8]) {
   if (target.is_float) {
     float4* out = reinterpret_cast<float4*>(static_cast<float*>(target.data) + at);
     float4 a{f[0], f[1], f[2], f[3]}, b{f[4], f[5], f[6], f[7]};
@@ -348,14 +349,14 @@ __device__ inline void store_gradient(const GradientTarget& target, std::int64_t
 
 // out[output_row + r, column ..] (+)= sum, for an [m, n] gradient of one expert. Without rows the sum is 0.
 template <int N>
-__device__ inline void store_weight_gradient(const Sums<N>& sums, const Work& work, const GradientTarget& target, std::int64_t m,
+__device__ __forceinline__ void store_weight_gradient(const Sums<N>& sums, const Work& work, const GradientTarget& target, std::int64_t m,
                                              std::int64_t n, const Warp& warp) {
   if (!target.data || (work.sum_rows == 0 && target.accumulate)) return;
   const std::int64_t first = (work.expert * m + work.output_row) * n + work.column;
   const int rows = work.rows, columns = static_cast<int>(n - work.column);
   if (!target.is_float && !target.accumulate) {
     bf16* out = static_cast<bf16*>(target.data) + first;
-    store_rounded(RoundedSums<N>(sums), rows, columns, warp, [&](int row) { return out + row * n; });
+    store_rounded(RoundedSums<N>(sums, false, warp.staging, warp.lane), rows, columns, warp, [&](int row) { return out + row * n; });
     return;
   }
   constexpr int slabs = N / 32;

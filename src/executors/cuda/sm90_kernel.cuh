@@ -76,7 +76,8 @@ __device__ inline void compute_tiles(const Parameters& p, SharedMemory<N>& share
     } else if (stage == Stage::down && Pass == Direction::forward) {
       Sums<N> sums;
       multiplied(sums, along_k, along_k, false);
-      rows_to_slots<N>(sums, work, tensors.down_bias ? tensors.down_bias + work.expert * hidden : nullptr, tensors.slots, hidden, Warp::now(shared));
+      const bf16* bias = tensors.down_bias ? tensors.down_bias + work.expert * hidden + work.column : nullptr;
+      rows_to_slots<N>(sums, work, bias, tensors.slots, hidden, Warp::now(shared));
     } else if constexpr (Pass == Direction::backward) {
       if (stage == Stage::down_dgrad) {
         Sums<down_dgrad_columns> sums;

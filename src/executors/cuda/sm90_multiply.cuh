@@ -26,8 +26,8 @@ struct Sums {
 // Sums `Blocks` blocks of 64 rows. One 16-deep product follows the other through k, whatever N and Blocks, so an
 // element's sum does not depend on the tile it is in. `my_turn` and `your_turn`: barriers of the two warpgroups.
 template <int Blocks, Major A, Major B, int N, int RingN>
-__device__ inline void multiply_blocks(SharedMemory<RingN>& shared, Sums<N>& sums, std::uint32_t first_step, int k_steps, bool gathered,
-                                       int my_turn, int your_turn) {
+__device__ __forceinline__ void multiply_blocks(SharedMemory<RingN>& shared, Sums<N>& sums, std::uint32_t first_step, int k_steps,
+                                                bool gathered, int my_turn, int your_turn) {
   using Shape = BlockShape<RingN>;
   sums.template clear<0, Blocks>();  // while the other warpgroup multiplies
   RingPosition<Shape::stages> ring(first_step);
@@ -64,8 +64,8 @@ __device__ inline void multiply_blocks(SharedMemory<RingN>& shared, Sums<N>& sum
 }
 
 template <Major A, Major B, int N, int RingN>
-__device__ inline void multiply(SharedMemory<RingN>& shared, Sums<N>& sums, int rows, std::uint32_t first_step, int k_steps,
-                                bool gathered, int my_turn, int your_turn) {
+__device__ __forceinline__ void multiply(SharedMemory<RingN>& shared, Sums<N>& sums, int rows, std::uint32_t first_step, int k_steps,
+                                         bool gathered, int my_turn, int your_turn) {
   if (rows > 64) {
     multiply_blocks<2, A, B>(shared, sums, first_step, k_steps, gathered, my_turn, your_turn);
   } else {

@@ -15,28 +15,28 @@
 
 namespace moelith::executors::cuda::sm90 {
 
-__device__ inline std::uint32_t shared_address(const void* pointer) {
+__device__ __forceinline__ std::uint32_t shared_address(const void* pointer) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
 // --- mbarriers -------------------------------------------------------------------------------------------------------
 
-__device__ inline void barrier_init(std::uint32_t barrier, std::uint32_t arrivals) {
+__device__ __forceinline__ void barrier_init(std::uint32_t barrier, std::uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 // Makes initialised barriers visible to the copy engine.
-__device__ inline void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-__device__ inline void barrier_arrive(std::uint32_t barrier, std::uint32_t count = 1) {
+__device__ __forceinline__ void barrier_arrive(std::uint32_t barrier, std::uint32_t count = 1) {
   asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 // Arrives once and adds `bytes` to what the phase still waits for from the copy engine.
-__device__ inline void barrier_arrive_expect(std::uint32_t barrier, std::uint32_t bytes) {
+__device__ __forceinline__ void barrier_arrive_expect(std::uint32_t barrier, std::uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 // Waits until the phase of this parity is complete. A fresh barrier counts as having completed parity 1.
-__device__ inline void barrier_wait(std::uint32_t barrier, std::uint32_t parity) {
+__device__ __forceinline__ void barrier_wait(std::uint32_t barrier, std::uint32_t parity) {
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
@@ -49,24 +49,24 @@ __device__ inline void barrier_wait(std::uint32_t barrier, std::uint32_t parity)
 }
 
 // Hardware barriers by number, for whole warps; `threads` counts all that take part.
-__device__ inline void named_barrier_sync(int id, int threads) {
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-__device__ inline void named_barrier_arrive(int id, int threads) {
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // --- copies into shared memory ---------------------------------------------------------------------------------------
 
 // One box of a tensor map into shared memory; coordinates innermost first. Completion counts as bytes on `barrier`.
-__device__ inline void tma_load(std::uint32_t destination, const CUtensorMap* map, std::uint32_t barrier, int c0, int c1) {
+__device__ __forceinline__ void tma_load(std::uint32_t destination, const CUtensorMap* map, std::uint32_t barrier, int c0, int c1) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
           destination),
       "l"(map), "r"(barrier), "r"(c0), "r"(c1)
       : "memory");
 }
-__device__ inline void tma_load(std::uint32_t destination, const CUtensorMap* map, std::uint32_t barrier, int c0, int c1,
+__device__ __forceinline__ void tma_load(std::uint32_t destination, const CUtensorMap* map, std::uint32_t barrier, int c0, int c1,
                                 int c2) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
@@ -74,34 +74,34 @@ __device__ inline void tma_load(std::uint32_t destination, const CUtensorMap* ma
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2)
       : "memory");
 }
-__device__ inline void tma_prefetch_map(const CUtensorMap* map) {
+__device__ __forceinline__ void tma_prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // 16 bytes; with `valid` false the destination is zeroed and the source not read.
-__device__ inline void copy_16_async(std::uint32_t destination, const void* source, bool valid) {
+__device__ __forceinline__ void copy_16_async(std::uint32_t destination, const void* source, bool valid) {
   const int bytes = valid ? 16 : 0;
   // No memory clobber: copy_arrive() has one, and copies of one stage may be set up side by side.
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes));
 }
 // Arrives on `barrier`, in place of this thread, once all copies that it has begun are there.
-__device__ inline void copy_arrive(std::uint32_t barrier) {
+__device__ __forceinline__ void copy_arrive(std::uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // Between ordinary accesses (st, cp.async) and those of the copy engine or the tensor cores, in either order. The first
 // covers shared memory alone, the second global memory too.
-__device__ inline void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ inline void fence_async_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_async_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // --- registers -------------------------------------------------------------------------------------------------------
 
 template <int Count>
-__device__ inline void registers_shrink() {
+__device__ __forceinline__ void registers_shrink() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count));
 }
 template <int Count>
-__device__ inline void registers_grow() {
+__device__ __forceinline__ void registers_grow() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));
 }
 
@@ -118,7 +118,7 @@ inline constexpr int mn_block_bytes = 64 * 128;  // 64 k rows of 128 bytes
 
 // Descriptor of the operand at `address`; only its low half depends on that.
 template <Major Layout>
-__device__ inline std::uint64_t operand_descriptor(std::uint32_t address) {
+__device__ __forceinline__ std::uint64_t operand_descriptor(std::uint32_t address) {
   constexpr std::uint32_t swizzle_128 = 1u << 30, stride = 1024 >> 4;  // between 8-row blocks
   constexpr std::uint32_t leading = ((Layout == Major::mn ? mn_block_bytes : 16) >> 4) << 16;
   std::uint64_t descriptor;
@@ -144,7 +144,7 @@ MOELITH_SM90_PRODUCT(256)
 
 namespace detail {
 template <class Product, int Count, std::size_t... I>
-__device__ inline void issue_product(float (&d)[Count], std::uint64_t a, std::uint64_t b, bool accumulate,
+__device__ __forceinline__ void issue_product(float (&d)[Count], std::uint64_t a, std::uint64_t b, bool accumulate,
                                      std::index_sequence<I...>) {
   Product::fma(a, b, d[I]..., accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
 }
@@ -154,21 +154,21 @@ __device__ inline void issue_product(float (&d)[Count], std::uint64_t a, std::ui
 // holds row (t / 32) * 16 + (t % 32) / 4 in values 4c, 4c + 1 (columns 8c + 2 (t % 4), + 1) and the row 8 further down in
 // 4c + 2, 4c + 3.
 template <int N, Major A, Major B>
-__device__ inline void product(float (&d)[N / 2], std::uint64_t a, std::uint64_t b, bool accumulate) {
+__device__ __forceinline__ void product(float (&d)[N / 2], std::uint64_t a, std::uint64_t b, bool accumulate) {
   using cute::SM90::GMMA::Major;
   using Product = typename ProductOf<N, A == sm90::Major::mn ? Major::MN : Major::K,
                                      B == sm90::Major::mn ? Major::MN : Major::K>::type;
   detail::issue_product<Product>(d, a, b, accumulate, std::make_index_sequence<N / 2>{});
 }
-__device__ inline void product_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ inline void product_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void product_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void product_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int Pending>
-__device__ inline void product_wait() {
+__device__ __forceinline__ void product_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 // Tells the compiler that the registers change hands here, so that it moves no use of them across.
 template <int Count>
-__device__ inline void hold(float (&d)[Count]) {
+__device__ __forceinline__ void hold(float (&d)[Count]) {
 #pragma unroll
   for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
@@ -176,13 +176,13 @@ __device__ inline void hold(float (&d)[Count]) {
 // --- fragments to shared memory and back -----------------------------------------------------------------------------
 
 // Four 8x8 matrices of 16-bit values; lane l gives the address of row l % 8 of matrix l / 8.
-__device__ inline void store_matrices(std::uint32_t address, std::uint32_t a, std::uint32_t b, std::uint32_t c,
+__device__ __forceinline__ void store_matrices(std::uint32_t address, std::uint32_t a, std::uint32_t b, std::uint32_t c,
                                       std::uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c),
                "r"(d)
                : "memory");
 }
-__device__ inline uint4 load_shared_16(std::uint32_t address) {
+__device__ __forceinline__ uint4 load_shared_16(std::uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
@@ -190,38 +190,38 @@ __device__ inline uint4 load_shared_16(std::uint32_t address) {
                : "memory");
   return v;
 }
-__device__ inline void store_shared_8(std::uint32_t address, float a, float b) {
+__device__ __forceinline__ void store_shared_8(std::uint32_t address, float a, float b) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }
-__device__ inline void store_shared_16(std::uint32_t address, uint4 v) {
+__device__ __forceinline__ void store_shared_16(std::uint32_t address, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
 }
 
 // Two floats rounded to bfloat16 (nearest, ties to even), the first in the low half.
-__device__ inline std::uint32_t pack_bfloat16(float low, float high) {
+__device__ __forceinline__ std::uint32_t pack_bfloat16(float low, float high) {
   std::uint32_t packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
-__device__ inline float low_bfloat16(std::uint32_t packed) { return __uint_as_float(packed << 16); }
-__device__ inline float high_bfloat16(std::uint32_t packed) { return __uint_as_float(packed & 0xffff0000u); }
+__device__ __forceinline__ float low_bfloat16(std::uint32_t packed) { return __uint_as_float(packed << 16); }
+__device__ __forceinline__ float high_bfloat16(std::uint32_t packed) { return __uint_as_float(packed & 0xffff0000u); }
 
 // threadIdx.x, read anew: what follows from it is then computed where it is used instead of being kept in registers all
 // through the main loop.
-__device__ inline int thread_now() {
+__device__ __forceinline__ int thread_now() {
   int thread;
   asm volatile("mov.u32 %0, %tid.x;" : "=r"(thread));
   return thread;
 }
 
 // Nanoseconds, alike on all SMs, and cycles of this one.
-__device__ inline unsigned long long global_time() {
+__device__ __forceinline__ unsigned long long global_time() {
   unsigned long long now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
   return now;
 }
-__device__ inline std::uint32_t cycles() {
+__device__ __forceinline__ std::uint32_t cycles() {
   std::uint32_t now;
   asm volatile("mov.u32 %0, %clock;" : "=r"(now));
   return now;
@@ -229,12 +229,12 @@ __device__ inline std::uint32_t cycles() {
 
 // --- counters in global memory ---------------------------------------------------------------------------------------
 
-__device__ inline unsigned long long load_acquire(const unsigned long long* counter) {
+__device__ __forceinline__ unsigned long long load_acquire(const unsigned long long* counter) {
   unsigned long long value;
   asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(counter) : "memory");
   return value;
 }
-__device__ inline void add_release(unsigned long long* counter, unsigned long long value) {
+__device__ __forceinline__ void add_release(unsigned long long* counter, unsigned long long value) {
   asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(counter), "l"(value) : "memory");
 }
 

@@ -7,7 +7,7 @@ namespace moelith::executors::cuda::sm90 {
 
 // out[t, columns] = rounded sum over the token's routes in slot order, then its shared experts, of weight * slot row, one
 // fused multiply-add each; backward: the plain sum, and (with the first columns) dprob from its groups.
-__device__ inline void combine(const PassData& data, const Work& work, int tile_columns, int thread) {
+__device__ __forceinline__ void combine(const PassData& data, const Work& work, int tile_columns, int thread) {
   const schedule::Sizes& sizes = data.pass.sizes;
   const bool forward = sizes.direction == schedule::Direction::forward;
   const std::int64_t valid = *data.pass.layout.valid_tokens, hidden = sizes.hidden_size;
@@ -77,7 +77,7 @@ __device__ inline void combine(const PassData& data, const Work& work, int tile_
 
 // Sum of `value(row, column)` rows over the expert, 64 rows at a time from its first, then over those sums in order.
 template <class Value>
-__device__ inline void bias_gradient(const GradientTarget& target, const Work& work, std::int64_t columns, int thread,
+__device__ __forceinline__ void bias_gradient(const GradientTarget& target, const Work& work, std::int64_t columns, int thread,
                                      Value&& value) {
   if (!target.data || (work.sum_rows == 0 && target.accumulate)) return;
   for (std::int64_t column = thread; column < columns; column += consumer_threads) {
@@ -99,17 +99,17 @@ __device__ inline void bias_gradient(const GradientTarget& target, const Work& w
     }
   }
 }
-__device__ inline float load_one(const bf16* source) {
+__device__ __forceinline__ float load_one(const bf16* source) {
   return __uint_as_float(std::uint32_t(__ldcg(reinterpret_cast<const unsigned short*>(source))) << 16);
 }
-__device__ inline void gate_up_bias_gradient(const PassData& data, const Work& work, int thread) {
+__device__ __forceinline__ void gate_up_bias_gradient(const PassData& data, const Work& work, int thread) {
   const ExpertGroup& tensors = data.groups[work.group];
   const std::int64_t columns = data.pass.sizes.gate_up_factor * tensors.width;
   bias_gradient(tensors.gate_up_bias_grad, work, columns, thread, [&](std::int64_t row, std::int64_t column, float sum) {
     return sum + load_one(tensors.d_pre_activation + row * columns + column);
   });
 }
-__device__ inline void down_bias_gradient(const PassData& data, const Work& work, int thread) {
+__device__ __forceinline__ void down_bias_gradient(const PassData& data, const Work& work, int thread) {
   const schedule::Sizes& sizes = data.pass.sizes;
   const ExpertGroup& tensors = data.groups[work.group];
   bias_gradient(tensors.down_bias_grad, work, sizes.hidden_size, thread, [&](std::int64_t row, std::int64_t column, float sum) {
