@@ -7,8 +7,10 @@
 // they come from memory, as those of many experts do.
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <ctime>
+#include <memory>
 #include <random>
 #include <string>
 #include <type_traits>
@@ -169,7 +171,10 @@ void measure(const char* dtype) {
     std::mt19937 random(11);
     for (std::int64_t v = 0; v < a_vectors; ++v) a_pointers[v] = a_values.data() + v * a_stride;
     std::shuffle(a_pointers.begin(), a_pointers.end(), random);
-    std::vector<T> c(shape.m * 2048);
+    // C as a tile has it: of its own, aligned.
+    const std::unique_ptr<T, decltype(&std::free)> c(
+        static_cast<T*>(std::aligned_alloc(4096, (shape.m * shape.n * sizeof(T) + 4095) / 4096 * 4096)), &std::free);
+    std::fill_n(c.get(), shape.m * shape.n, T(0));
     std::int64_t at = 0;
     auto call = [&](bool cold) {
       const Storage* b_data = b_values.data() + (cold ? ++at % copies : 0) * b_size;
@@ -180,7 +185,7 @@ void measure(const char* dtype) {
         for (std::int64_t v = 0; v < b_vectors; ++v) b_pointers[v] = b_data + (v * 31 % b_vectors) * b_stride;
         b.pointers = b_pointers.data();
       }
-      gemm<Storage>(a, b, shape.m, shape.n, shape.k, c.data(), 2048, shape.accumulate, scratch);
+      gemm<Storage>(a, b, shape.m, shape.n, shape.k, c.get(), shape.n, shape.accumulate, scratch);
     };
     const double gflop = 2e-9 * double(shape.m) * double(shape.n) * double(shape.k);
     const Rate warm = rate(gflop, [&] { call(false); });
