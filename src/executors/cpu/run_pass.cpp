@@ -82,7 +82,7 @@ class Run {
           finish(tile, worker);
           deadline = std::chrono::steady_clock::now() + transport_.timeout();
         } else if (std::chrono::steady_clock::now() > deadline) {
-          time_out("any of the remaining tiles", Tile{schedule::Stage::combine, 0, 0, 0});
+          time_out("any of the remaining tiles", Tile{schedule::Stage::combine, 0, 0, 0}, transport_.timeout());
         } else {
           std::this_thread::yield();
         }
@@ -148,7 +148,9 @@ class Run {
       if (satisfied(wait)) return true;
       relax();
     }
-    const auto deadline = std::chrono::steady_clock::now() + transport_.timeout();
+    // Work of this rank is late because a worker waits for another rank: that one's limit shall run out first and name it.
+    const auto limit = transport_.timeout() * (wait.array == CounterArray::local ? 2 : 1);
+    const auto deadline = std::chrono::steady_clock::now() + limit;
     while (!satisfied(wait)) {
       if (stop_.load(std::memory_order_acquire)) return false;
       if (transport_.failed()) transport_.require_usable();
@@ -156,18 +158,18 @@ class Run {
         const char* what = wait.array == CounterArray::local      ? "work of this rank"
                            : wait.array == CounterArray::arrivals ? "rows of other ranks"
                                                                   : "rank ";
-        time_out(wait.array == CounterArray::flags ? what + std::to_string(wait.from) : std::string(what), tile);
+        time_out(wait.array == CounterArray::flags ? what + std::to_string(wait.from) : std::string(what), tile, limit);
       }
       std::this_thread::yield();
     }
     return true;
   }
 
-  [[noreturn]] void time_out(const std::string& what, const Tile& tile) {
+  [[noreturn]] void time_out(const std::string& what, const Tile& tile, std::chrono::milliseconds limit) {
     throw Error(Status::timed_out, "rank " + std::to_string(pass_.sizes.rank) + ", stage " + to_string(tile.stage) +
                                        ", expert " + std::to_string(tile.expert) + ", block " +
                                        std::to_string(tile.row_block) + ": waited " +
-                                       std::to_string(transport_.timeout().count()) + " ms for " + what);
+                                       std::to_string(limit.count()) + " ms for " + what);
   }
 
   void finish(const Tile& tile, int worker) {
