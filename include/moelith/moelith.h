@@ -4,8 +4,8 @@
  *  - It returns a status; anything but MOELITH_OK leaves a text for people behind, see moelith_last_error. Out
  *    parameters are written on MOELITH_OK only.
  *  - A struct that begins with struct_size is passed with struct_size = sizeof of it and everything not used set to
- *    zero: `moelith_inputs_t inputs = {.struct_size = sizeof inputs};`. Zero means "not given", "off" or "the default". A library
- *    takes the structs of older headers (a smaller struct_size); it refuses those of newer ones.
+ *    zero: `moelith_inputs_t inputs = {.struct_size = sizeof inputs};`. Zero means "not given", "off" or "the default".
+ *    A library takes the structs of older headers (a smaller struct_size); it refuses those of newer ones.
  *  - The structs without struct_size (tensor, gradient and the shared-expert ones) never change.
  *  - Flags are int32_t: 0 is off, anything else on. Sizes of tensors are in elements, those of buffers in bytes.
  *  - The caller owns all tensors, buffers and structs; nothing is kept after the call, except by handles.
