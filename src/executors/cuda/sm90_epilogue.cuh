@@ -45,6 +45,7 @@ __device__ __forceinline__ void round_all(float (&f)[8]) { unpack(pack(f), f); }
 // `Count` bias values, of which `columns` exist, into the warp's shared memory as bfloat16.
 template <int Count>
 __device__ __forceinline__ void stage_bias(std::uint32_t staging, const bf16* bias, std::int64_t columns, int lane) {
+#pragma unroll 1
   for (int pair = lane; pair < Count / 2; pair += 32) {
     const std::uint32_t packed = 2 * pair < columns ? __ldg(reinterpret_cast<const std::uint32_t*>(bias) + pair) : 0;
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(staging + pair * 4), "r"(packed) : "memory");
@@ -56,27 +57,37 @@ template <int N>
 struct RoundedSums {
   std::uint32_t word[2][N / 4];
 
-  // With a bias, that of all N columns lies in the warp's shared memory.
-  __device__ __forceinline__ RoundedSums(const Sums<N>& sums, bool with_bias, std::uint32_t staging, int lane) {
-    if (with_bias) __syncwarp();
+  __device__ __forceinline__ explicit RoundedSums(const Sums<N>& sums) {
 #pragma unroll
-    for (int g = 0; g < N / 8; ++g) {
-      std::uint32_t packed = 0;
-      if (with_bias) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(packed) : "r"(staging + g * 16 + lane % 4 * 4));
-      const float low = low_bfloat16(packed), high = high_bfloat16(packed);
+    for (int m = 0; m < 2; ++m) {
 #pragma unroll
-      for (int m = 0; m < 2; ++m) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float* v = sums.value[m] + g * 4 + h * 2;
-          word[m][2 * g + h] = pack_bfloat16(v[0] + low, v[1] + high);
-          asm volatile("" : "+r"(word[m][2 * g + h]));  // here, and not where it is used
-        }
+      for (int i = 0; i < N / 4; ++i) {
+        word[m][i] = pack_bfloat16(sums.value[m][2 * i], sums.value[m][2 * i + 1]);
+        asm volatile("" : "+r"(word[m][i]));  // here, and not where it is used
       }
     }
-    if (with_bias) __syncwarp();
   }
 };
+
+// Adds the bias of all N columns, which lies in the warp's shared memory. One 8-column group after the other: there are no
+// registers to have more of them under way.
+template <int N>
+__device__ __forceinline__ void add_staged_bias(Sums<N>& sums, std::uint32_t staging, int lane) {
+  __syncwarp();
+#pragma unroll
+  for (int g = 0; g < N / 8; ++g) {
+    std::uint32_t packed;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(packed) : "r"(staging + g * 16 + lane % 4 * 4) : "memory");
+    const float low = low_bfloat16(packed), high = high_bfloat16(packed);
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      float* v = sums.value[m] + g * 4;
+      v[0] += low, v[1] += high, v[2] += low, v[3] += high;
+      asm volatile("" : "+f"(v[0]), "+f"(v[1]), "+f"(v[2]), "+f"(v[3])::"memory");
+    }
+  }
+  __syncwarp();
+}
 
 // 8-column groups First .. First + 2 Pairs - 1 of block M into 16-byte pieces `piece` and following of the warp's rows.
 // Piece c of row r lies at r * 128 + ((c ^ (r & 7)) * 16).
@@ -153,10 +164,13 @@ __device__ __forceinline__ void store_rounded(const RoundedSums<N>& sums, int ro
 
 // slots[row_index[r], column ..] = rounded (sum + bias); bias: of the tile's first column, or null
 template <int N>
-__device__ __forceinline__ void rows_to_slots(const Sums<N>& sums, const Work& work, const bf16* bias, bf16* slots, std::int64_t hidden,
+__device__ __forceinline__ void rows_to_slots(Sums<N>& sums, const Work& work, const bf16* bias, bf16* slots, std::int64_t hidden,
                                      const Warp& warp) {
-  if (bias) stage_bias<N>(warp.staging, bias, hidden - work.column, warp.lane);
-  store_rounded(RoundedSums<N>(sums, bias != nullptr, warp.staging, warp.lane), work.rows, static_cast<int>(hidden - work.column), warp,
+  if (bias) {
+    stage_bias<N>(warp.staging, bias, hidden - work.column, warp.lane);
+    add_staged_bias(sums, warp.staging, warp.lane);
+  }
+  store_rounded(RoundedSums<N>(sums), work.rows, static_cast<int>(hidden - work.column), warp,
                 [&](int row) { return slots + work.row_index[row] * hidden + work.column; });
 }
 
@@ -165,7 +179,7 @@ __device__ __forceinline__ void rows_to_slots(const Sums<N>& sums, const Work& w
 // The first N / 2 columns of the sums are gate columns, the others the up columns that belong to them; without a gate the
 // others are the next N / 2 columns.
 template <int N>
-__device__ __forceinline__ void activate_rows(const PassData& data, const Sums<N>& sums, const Work& work, const Warp& warp) {
+__device__ __forceinline__ void activate_rows(const PassData& data, Sums<N>& sums, const Work& work, const Warp& warp) {
   constexpr int slabs = N / 64;  // of 32 gate and 32 up columns
   const schedule::Sizes& sizes = data.pass.sizes;
   const ExpertGroup& tensors = data.groups[work.group];
@@ -179,8 +193,9 @@ __device__ __forceinline__ void activate_rows(const PassData& data, const Sums<N
     const std::int64_t columns = width - work.column;
     stage_bias<N / 2>(warp.staging, bias, columns, lane);
     stage_bias<N / 2>(warp.staging + N, bias + second, columns - (gated ? 0 : N / 2), lane);
+    add_staged_bias(sums, warp.staging, lane);
   }
-  const RoundedSums<N> rounded(sums, tensors.gate_up_bias != nullptr, warp.staging, lane);
+  const RoundedSums<N> rounded(sums);
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     with_constant<2 * slabs>(step, [&](auto constant) {
@@ -238,31 +253,46 @@ __device__ __forceinline__ void activation_gradient(const PassData& data, const 
   const std::int64_t width = tensors.width, pre_width = sizes.gate_up_factor * width;
   const int steps = (work.rows > 64 ? 2 : 1) * slabs, lane = warp.lane, octet = lane % 4;
   float dot_above = 0.0f, dot_below = 0.0f;  // of the first 32 of 64 columns, of the two rows of this lane
+  // What the turn after the one at hand needs from memory. A turn: 8 rows of a step; rolled up and without arrays, since
+  // registers are what this epilogue is short of.
+  uint4 next_gate, next_up;
+  float next_weight;
+  auto fetch = [&](int turn) {
+    const int step = turn / 2, row = step / slabs * 64 + warp.index * 16 + lane / 4 + 8 * (turn % 2);
+    const std::int64_t column = work.column + step % slabs * 32 + octet * 8;
+    next_gate = next_up = uint4{0, 0, 0, 0};
+    next_weight = 1.0f;
+    if (row < work.rows && column < width) {
+      const bf16* z = tensors.pre_activation + (work.row_begin + row) * pre_width + column;
+      next_gate = load_16_shared_by_sms(z);
+      if (gated) next_up = load_16_shared_by_sms(z + width);
+      if (work.group == 0) {
+        next_weight = __ldg(data.topk_weights + work.row_index[row]);
+      } else if (data.shared_gates) {
+        next_weight = __ldg(data.shared_gates + std::int64_t(work.row_index[row]) * sizes.shared_experts + work.group - 1);
+      }
+    }
+  };
+  fetch(0);
 #pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
-    with_constant<2 * slabs>(step, [&](auto constant) {
-      deposit_float<N, constant.value / slabs, constant.value % slabs * 4>(sums, warp.staging, lane);
-    });
-    __syncwarp();
-    const int slab = step % slabs;
+  for (int turn = 0; turn < 2 * steps; ++turn) {
+    const int step = turn / 2, i = turn % 2, slab = step % slabs;
+    if (i == 0) {
+      __syncwarp();
+      with_constant<2 * slabs>(step, [&](auto constant) {
+        deposit_float<N, constant.value / slabs, constant.value % slabs * 4>(sums, warp.staging, lane);
+      });
+      __syncwarp();
+    }
     const std::int64_t column = work.column + slab * 32 + octet * 8;
-#pragma unroll 1
-    for (int i = 0; i < 2; ++i) {  // one after the other: registers are what this epilogue is short of
+    {
       const int r = lane / 4 + 8 * i, row = step / slabs * 64 + warp.index * 16 + r;
       const bool inside = row < work.rows && column < width;
       const std::int64_t at = work.row_begin + row;
-      uint4 loaded_gate{0, 0, 0, 0}, loaded_up{0, 0, 0, 0};
-      float weight = 1.0f, dot = 0.0f;
-      if (inside) {
-        const bf16* z = tensors.pre_activation + at * pre_width + column;
-        loaded_gate = load_16_shared_by_sms(z);
-        if (gated) loaded_up = load_16_shared_by_sms(z + width);
-        if (work.group == 0) {
-          weight = __ldg(data.topk_weights + work.row_index[row]);
-        } else if (data.shared_gates) {
-          weight = __ldg(data.shared_gates + std::int64_t(work.row_index[row]) * sizes.shared_experts + work.group - 1);
-        }
-      }
+      const uint4 loaded_gate = next_gate, loaded_up = next_up;
+      const float weight = next_weight;
+      float dot = 0.0f;
+      if (turn + 1 < 2 * steps) fetch(turn + 1);
       Words gate(loaded_gate), up(loaded_up), a(uint4{0, 0, 0, 0});
       float d[8];
       staged_floats(warp.staging, r, octet, d);
@@ -300,8 +330,8 @@ __device__ __forceinline__ void activation_gradient(const PassData& data, const 
       dot_above = i == 0 ? dot : dot_above;
       dot_below = i == 0 ? dot_below : dot;
     }
-    __syncwarp();
   }
+  __syncwarp();
   // y = p (W a + b): the bias has its share in dprob, unless p multiplies before it.
   if (tensors.down_bias && work.column_block == 0) {
     const std::int64_t hidden = sizes.hidden_size;
@@ -356,7 +386,7 @@ __device__ __forceinline__ void store_weight_gradient(const Sums<N>& sums, const
   const int rows = work.rows, columns = static_cast<int>(n - work.column);
   if (!target.is_float && !target.accumulate) {
     bf16* out = static_cast<bf16*>(target.data) + first;
-    store_rounded(RoundedSums<N>(sums, false, warp.staging, warp.lane), rows, columns, warp, [&](int row) { return out + row * n; });
+    store_rounded(RoundedSums<N>(sums), rows, columns, warp, [&](int row) { return out + row * n; });
     return;
   }
   constexpr int slabs = N / 32;

@@ -253,14 +253,17 @@ __device__ inline void gather_32_rows(std::uint32_t destination, const bfloat16*
   const int piece = lane % 8, row = lane / 8;
   const std::uint32_t even = destination + row * 128 + ((piece ^ row) << 4);
   const std::uint32_t odd = destination + (row + 4) * 128 + ((piece ^ (row + 4)) << 4);
-  // All shuffles first: they and the copies keep their order, and one after the other each would wait for its shuffle.
-  std::uint32_t from[8];
+  // Four shuffles, then four copies: they keep their order, and one by one each copy would wait for its shuffle.
 #pragma unroll
-  for (int i = 0; i < 8; ++i) from[i] = __shfl_sync(~0u, offset, row + 4 * i);
+  for (int half = 0; half < 2; ++half) {
+    std::uint32_t from[4];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const bool valid = inside && from[i] != absent_row;
-    copy_16_async((i % 2 ? odd : even) + i / 2 * 1024, base + std::uint64_t(valid ? from[i] : 0) * 8, valid);
+    for (int i = 0; i < 4; ++i) from[i] = __shfl_sync(~0u, offset, row + 16 * half + 4 * i);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const bool valid = inside && from[i] != absent_row;
+      copy_16_async((i % 2 ? odd : even) + (2 * half + i / 2) * 1024, base + std::uint64_t(valid ? from[i] : 0) * 8, valid);
+    }
   }
 }
 // Of an mn_major operand, `blocks` blocks of 64 columns from `column` on: 32 rows that begin at `offset`.
