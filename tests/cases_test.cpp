@@ -41,7 +41,8 @@ void bring(Problem& p, std::vector<std::int64_t> ids) {
 // Each token's slots in turn: counts[e] routes to expert e, in an order that mixes them. Needs k = 1.
 void bring_counts(Problem& p, const std::vector<std::int64_t>& counts, std::uint64_t seed) {
   std::vector<std::int64_t> ids;
-  for (std::size_t e = 0; e < counts.size(); ++e) ids.insert(ids.end(), static_cast<std::size_t>(counts[e]), std::int64_t(e));
+  for (std::size_t e = 0; e < counts.size(); ++e)
+    ids.insert(ids.end(), static_cast<std::size_t>(counts[e]), std::int64_t(e));
   Random random(seed);
   std::shuffle(ids.begin(), ids.end(), random);
   bring(p, ids);
@@ -54,7 +55,8 @@ bool all_are(const std::vector<double>& values, double expected) {
   return std::all_of(values.begin(), values.end(), [&](double v) { return v == expected; });
 }
 
-// ---- R: routing ------------------------------------------------------------------------------------------------------
+// ---- R: routing
+// ------------------------------------------------------------------------------------------------------
 
 TEST(Cases, R1_NaNLogitsStayInTheirRow) {
   for (const RouterKind kind : {RouterKind::softmax_topk, RouterKind::topk_softmax, RouterKind::sigmoid}) {
@@ -62,8 +64,8 @@ TEST(Cases, R1_NaNLogitsStayInTheirRow) {
       LayerConfig c = plain(16, 24, 8, 2);
       c.router.kind = kind;
       Problem p = random_problem(c, 3, 5);
-      p.inputs.router_logits = {bad, bad, bad, bad, bad, bad,  bad, bad,   // no finite expert
-                                0.1, 0.2, bad, 0.9, 0.3, -2.0, 0.4, 0.0,   // the best of the finite ones: 3 and 6
+      p.inputs.router_logits = {bad, bad, bad, bad, bad, bad,  bad, bad,  // no finite expert
+                                0.1, 0.2, bad, 0.9, 0.3, -2.0, 0.4, 0.0,  // the best of the finite ones: 3 and 6
                                 0.5, 1.5, 0.1, 0.2, 2.5, -1.0, 0.3, 0.4};
       const Results all = run(p, {});
       const std::string what = std::string(to_string(kind)) + " " + std::to_string(bad);
@@ -116,8 +118,8 @@ TEST(Cases, R3_NegativeSelectionScores) {
   c.router.top_groups = 1;
   c.router.group_score_size = 2;
   Problem p = random_problem(c, 1, 1);
-  p.inputs.router_logits = {0, 0, 0, 0};                // scores 0.5
-  p.inputs.selection_bias = {-0.6, -0.7, -0.8, -0.9};   // biased: -.1, -.2 ; -.3, -.4
+  p.inputs.router_logits = {0, 0, 0, 0};               // scores 0.5
+  p.inputs.selection_bias = {-0.6, -0.7, -0.8, -0.9};  // biased: -.1, -.2 ; -.3, -.4
   const Results r = run(p, {});
   EXPECT_EQ(r.at("topk_ids"), (std::vector<double>{0, 1}));
   EXPECT_EQ(r.at("topk_weights"), (std::vector<double>{0.5, 0.5}));
@@ -163,7 +165,8 @@ TEST(Cases, A2_SequenceLossOfMicroBatches) {
   }
 }
 
-// ---- D: dispatch and addresses ---------------------------------------------------------------------------------------
+// ---- D: dispatch and addresses
+// ---------------------------------------------------------------------------------------
 
 TEST(Cases, D1_EmptySlots) {
   const std::vector<std::int32_t> ids{0, -1, -1, 1, 1, 0, -1, -1};
@@ -202,7 +205,9 @@ class Mapping {
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
   template <class T = void>
-  T* as() const { return static_cast<T*>(memory_); }
+  T* as() const {
+    return static_cast<T*>(memory_);
+  }
 
  private:
   std::uint64_t bytes_;
@@ -228,9 +233,12 @@ TEST(Cases, D3_SlotsBeyond32Bits) {
   const Plan plan = Plan::create(c, plan_options);
   const auto sizes = plan.buffer_sizes(tokens);
   EXPECT_GT(sizes.workspace, std::uint64_t(tokens) * k * h * 2);
-  const Mapping x(tokens * h * 2), dy(tokens * h * 2), y(tokens * h * 2), dx(tokens * h * 2), saved(sizes.saved), workspace(sizes.workspace);
-  Tensor topk_ids(DataType::int32, {tokens, k}), topk_weights(DataType::float32, {tokens, k}), d_weights(DataType::float32, {tokens, k});
-  Tensor gate_up(c.dtype, {k, 2 * i, h}), down(c.dtype, {k, h, i}), d_gate_up(DataType::float32, {k, 2 * i, h}), d_down(DataType::float32, {k, h, i});
+  const Mapping x(tokens * h * 2), dy(tokens * h * 2), y(tokens * h * 2), dx(tokens * h * 2), saved(sizes.saved),
+      workspace(sizes.workspace);
+  Tensor topk_ids(DataType::int32, {tokens, k}), topk_weights(DataType::float32, {tokens, k}),
+      d_weights(DataType::float32, {tokens, k});
+  Tensor gate_up(c.dtype, {k, 2 * i, h}), down(c.dtype, {k, h, i}), d_gate_up(DataType::float32, {k, 2 * i, h}),
+      d_down(DataType::float32, {k, h, i});
   gate_up.set(small.weights.gate_up_proj.data());
   down.set(small.weights.down_proj.data());
   std::vector<double> all_ids(tokens * k, -1.0), all_weights(tokens * k, 0.0);
@@ -268,8 +276,10 @@ TEST(Cases, D3_SlotsBeyond32Bits) {
   for (std::int64_t t = 0; t < 2; ++t) {
     const std::int64_t at = t * (tokens - 1);
     for (std::int64_t n = 0; n < h; ++n) {
-      ASSERT_EQ(double(numerics::to_float(y.as<numerics::bfloat16>()[at * h + n])), expected.at("y")[t * h + n]) << "token " << at;
-      ASSERT_EQ(double(numerics::to_float(dx.as<numerics::bfloat16>()[at * h + n])), expected.at("dx")[t * h + n]) << "token " << at;
+      ASSERT_EQ(double(numerics::to_float(y.as<numerics::bfloat16>()[at * h + n])), expected.at("y")[t * h + n])
+          << "token " << at;
+      ASSERT_EQ(double(numerics::to_float(dx.as<numerics::bfloat16>()[at * h + n])), expected.at("dx")[t * h + n])
+          << "token " << at;
     }
     EXPECT_EQ(slice(d_weights.get(), at, k), slice(expected.at("d_topk_weights"), t, k));
   }
@@ -296,7 +306,8 @@ TEST(Cases, D3_RowsBeyond32Bits) {
     for (auto& v : values) v = numerics::to_bfloat16(distribution(random));
     return values;
   };
-  const auto gate_up = random_values(2 * i * h), down = random_values(h * i), tail_x = random_values(last * h), tail_dy = random_values(last * h);
+  const auto gate_up = random_values(2 * i * h), down = random_values(h * i), tail_x = random_values(last * h),
+             tail_dy = random_values(last * h);
 
   struct Made {
     std::vector<float> gate_up_grad, down_grad, dprob;
@@ -310,7 +321,8 @@ TEST(Cases, D3_RowsBeyond32Bits) {
     std::copy(tail_x.begin(), tail_x.end(), x.end() - last * h);
     std::copy(tail_dy.begin(), tail_dy.end(), dy.end() - last * h);
     std::vector<float> weights(rows, 0.5f);
-    const Mapping pre(rows * 2 * i * 2), act(rows * i * 2), dz(rows * 2 * i * 2), dprob(rows * schedule::ceil_div(i, 64) * 4);
+    const Mapping pre(rows * 2 * i * 2), act(rows * i * 2), dz(rows * 2 * i * 2),
+        dprob(rows * schedule::ceil_div(i, 64) * 4);
     Made made;
     made.gate_up_grad.assign(2 * i * h, -1.0f);
     made.down_grad.assign(h * i, -1.0f);
@@ -344,7 +356,8 @@ TEST(Cases, D3_RowsBeyond32Bits) {
     executors::cpu::WorkerMemory<bfloat16> memory;
     const std::int64_t last_block = schedule::ceil_div(rows, block) - 1, first = rows - last;
     auto run_all = [&](Stage stage, std::int64_t columns) {
-      for (std::int32_t n = 0; n < schedule::ceil_div(columns, 128); ++n) run_tile(data, Tile{stage, 0, last_block, n}, memory);
+      for (std::int32_t n = 0; n < schedule::ceil_div(columns, 128); ++n)
+        run_tile(data, Tile{stage, 0, last_block, n}, memory);
     };
     run_all(Stage::gate_up, i);
     run_all(Stage::down, h);
@@ -387,15 +400,16 @@ TEST(Cases, D3_BufferOffsets) {
   g.sizes.hidden_size = 7168;
   g.sizes.intermediate_size = 2048;
   const auto forward = layer::ForwardWorkspace::of(g, 0);
-  EXPECT_EQ(forward.shared_gates - forward.route_rows, 4295065600u);           // 37450 x 8 x 7168 x 2 bytes
-  EXPECT_EQ(forward.route_rows - forward.activated, 1227161600u);              // 37450 x 8 x 2048 x 2
+  EXPECT_EQ(forward.shared_gates - forward.route_rows, 4295065600u);  // 37450 x 8 x 7168 x 2 bytes
+  EXPECT_EQ(forward.route_rows - forward.activated, 1227161600u);     // 37450 x 8 x 2048 x 2
   const auto saved = layer::SavedBuffer::of(g, true);
-  EXPECT_EQ(saved.size - saved.pre_activation, 2454323200u);                   // 37450 x 8 x 4096 x 2
+  EXPECT_EQ(saved.size - saved.pre_activation, 2454323200u);  // 37450 x 8 x 4096 x 2
   const auto window = layer::Window::of(g.config, 37450);
   EXPECT_EQ(window.route_dprob - window.route_rows, 4295065600u);
 }
 
-// ---- G: gradients and products ---------------------------------------------------------------------------------------
+// ---- G: gradients and products
+// ---------------------------------------------------------------------------------------
 
 TEST(Cases, G1_ExpertsWithoutTokens) {
   const std::vector<std::int64_t> counts{162, 0, 2577, 446, 0, 83};
@@ -461,7 +475,8 @@ TEST(Cases, G5_WidthsThatAreNoMultipleOfATile) {
   for (const std::int64_t n : {40, 128, 768, 2880}) {
     for (const bool of_hidden : {true, false}) {
       for (const std::int32_t columns : {0, 64, 192}) {
-        LayerConfig c = of_hidden ? plain(n, 24, 3, 2, DataType::bfloat16) : plain(24, n / 2 / 8 * 8, 3, 2, DataType::bfloat16);
+        LayerConfig c =
+            of_hidden ? plain(n, 24, 3, 2, DataType::bfloat16) : plain(24, n / 2 / 8 * 8, 3, 2, DataType::bfloat16);
         const Problem p = random_problem(c, 37, static_cast<std::uint64_t>(n));
         RunOptions options;
         options.tile_columns = columns;
@@ -486,7 +501,8 @@ TEST(Cases, G6_ALongExpert) {
   EXPECT_EQ(r.at("expert_counts"), (std::vector<double>{0, 147456}));
 }
 
-// ---- F: formulas -----------------------------------------------------------------------------------------------------
+// ---- F: formulas
+// -----------------------------------------------------------------------------------------------------
 
 struct OneUnit {
   double value, d_gate, d_up;
@@ -525,7 +541,8 @@ TEST(Cases, F2_ClampedSwiGLU) {
   EXPECT_NEAR(one_unit(a, 8, -9, DataType::bfloat16).value, -42.0, 0.001);
   // Outside of a clamp nothing flows; at the boundary it does.
   for (const DataType dtype : {DataType::float32, DataType::float64}) {
-    const OneUnit at = one_unit(a, 7, -7, dtype), beyond = one_unit(a, 7.5, -7.5, dtype), inside = one_unit(a, 6.5, -6.5, dtype);
+    const OneUnit at = one_unit(a, 7, -7, dtype), beyond = one_unit(a, 7.5, -7.5, dtype),
+                  inside = one_unit(a, 6.5, -6.5, dtype);
     EXPECT_NEAR(at.value, -41.99972, 0.00005);
     EXPECT_NEAR(at.d_gate, -6.000437, 0.00005);  // up' (s + alpha g s (1 - s)), g = 7, up' = -6
     EXPECT_NEAR(at.d_up, 6.999953, 0.00005);
@@ -565,7 +582,8 @@ TEST(Cases, F4_ExtremePreActivations) {
   }
 }
 
-// ---- E: several ranks ------------------------------------------------------------------------------------------------
+// ---- E: several ranks
+// ------------------------------------------------------------------------------------------------
 
 TEST(Cases, E1_OddUnequalAndNoTokens) {
   const LayerConfig c = plain(16, 8, 8, 2, DataType::bfloat16);
@@ -671,7 +689,8 @@ TEST(Cases, E7_ARankWhoseExpertsGetNoToken) {
   expect_identical(one, run(p, options), "all experts on rank 1", {"expert_counts", "aux_loss", "z_loss"});
 }
 
-// ---- N, S: sizes and the tests themselves ----------------------------------------------------------------------------
+// ---- N, S: sizes and the tests themselves
+// ----------------------------------------------------------------------------
 
 TEST(Cases, N1_OutputsAreOfOrderOne) {
   Random random(71);
@@ -777,7 +796,8 @@ TEST(Cases, N2_NaNBetweenRowsDoesNotLeak) {
     Tensor t(DataType::float32, {tokens, stride});
     if (values) {
       for (std::int64_t row = 0; row < tokens; ++row) {
-        for (std::int64_t n = 0; n < h; ++n) static_cast<float*>(t.view.data)[row * stride + n] = float((*values)[row * h + n]);
+        for (std::int64_t n = 0; n < h; ++n)
+          static_cast<float*>(t.view.data)[row * stride + n] = float((*values)[row * h + n]);
       }
     }
     return t;
@@ -815,7 +835,8 @@ TEST(Cases, N2_NaNBetweenRowsDoesNotLeak) {
   plan.backward(in, saved.data(), up, grad, workspace.data());
   for (std::int64_t row = 0; row < tokens; ++row) {
     for (std::int64_t n = 0; n < stride; ++n) {
-      const float value = static_cast<const float*>(y.view.data)[row * stride + n], d = static_cast<const float*>(dx.view.data)[row * stride + n];
+      const float value = static_cast<const float*>(y.view.data)[row * stride + n],
+                  d = static_cast<const float*>(dx.view.data)[row * stride + n];
       if (n < h) {
         ASSERT_EQ(value, expected.at("y")[row * h + n]);
         ASSERT_EQ(d, expected.at("dx")[row * h + n]);

@@ -38,9 +38,9 @@ T one_of(Random& random, std::initializer_list<T> values) {
 // A batch and its routing, before anything of the schedule has seen it.
 struct Routing {
   std::int32_t ranks = 1, experts = 1, top_k = 1;
-  std::vector<std::int32_t> expert_rank;             // [E]
-  std::vector<std::int64_t> tokens, valid;           // [R]
-  std::vector<std::vector<std::int32_t>> ids;        // [R] of [T, k]
+  std::vector<std::int32_t> expert_rank;       // [E]
+  std::vector<std::int64_t> tokens, valid;     // [R]
+  std::vector<std::vector<std::int32_t>> ids;  // [R] of [T, k]
 };
 
 Routing random_routing(Random& random) {
@@ -69,8 +69,8 @@ Routing random_routing(Random& random) {
       std::shuffle(order.begin(), order.end(), random);
       for (std::int32_t j = 0; j < r.top_k; ++j) {
         std::int32_t id = order[j];
-        if (kind == 1) id = favourite;                                      // one expert takes all, even twice a token
-        if (kind == 2) id = std::min<std::int32_t>(id, r.experts / 2);      // half of them empty
+        if (kind == 1) id = favourite;                                  // one expert takes all, even twice a token
+        if (kind == 2) id = std::min<std::int32_t>(id, r.experts / 2);  // half of them empty
         if (random() % 100 < empty || token >= r.valid[rank]) id = -1;
         ids.push_back(id);
       }
@@ -94,6 +94,7 @@ Sizes random_sizes(Random& random, const Routing& routing) {
   s.tile.row_block = one_of(random, {4, 16, 64, 128});
   s.tile.columns = one_of(random, {64, 128, 192, 256});
   s.tile.gate_up = one_of(random, {0, 0, 64, 96, 128});
+  s.tile.down_dgrad = one_of(random, {0, 0, 64, 128});
   s.tile.wgrad_rows = one_of(random, {32, 64, 128, 256});
   s.tile.wgrad_columns = one_of(random, {32, 64, 128, 256});
   s.tile.token_block = one_of(random, {1, 16, 64});
@@ -155,9 +156,10 @@ std::vector<Rank> make_ranks(const Routing& routing, const Sizes& sizes, std::in
     rank.pass.layout = Layout::at(rank.header.data(), rank.row_route.data(), s.ranks, s.local_experts);
     *rank.pass.layout.valid_tokens = routing.valid[r];
     std::copy(routing.tokens.begin(), routing.tokens.end(), rank.pass.layout.tokens_of_rank);
-    fill_layout(s, rank.pass.layout, routing.experts, routing.expert_rank.data(), [&](std::int32_t source, std::int32_t e) {
-      return std::int64_t(std::count(routing.ids[source].begin(), routing.ids[source].end(), e));
-    });
+    fill_layout(s, rank.pass.layout, routing.experts, routing.expert_rank.data(),
+                [&](std::int32_t source, std::int32_t e) {
+                  return std::int64_t(std::count(routing.ids[source].begin(), routing.ids[source].end(), e));
+                });
     rank.map = CounterMap::of(s);
     rank.counters[int(CounterArray::local)].assign(rank.map.local_size, 0);
     rank.counters[int(CounterArray::arrivals)].assign(rank.map.arrivals_size, 0);
@@ -169,7 +171,8 @@ std::vector<Rank> make_ranks(const Routing& routing, const Sizes& sizes, std::in
   return ranks;
 }
 
-// ---- the tiles that must be there ------------------------------------------------------------------------------------
+// ---- the tiles that must be there
+// ------------------------------------------------------------------------------------
 
 using Key = std::tuple<int, std::int64_t, std::int64_t, std::int64_t>;
 Key key_of(const Tile& tile) { return {int(tile.stage), tile.expert, tile.row_block, tile.column_block}; }
@@ -177,7 +180,8 @@ Key key_of(const Tile& tile) { return {int(tile.stage), tile.expert, tile.row_bl
 std::vector<Key> expected_tiles(const Routing& routing, const Rank& rank) {
   const Sizes& s = rank.pass.sizes;
   std::vector<Key> keys;
-  auto grid = [&](Stage stage, std::int64_t slot, std::int64_t rows, std::int64_t row_step, std::int64_t columns, std::int64_t column_step) {
+  auto grid = [&](Stage stage, std::int64_t slot, std::int64_t rows, std::int64_t row_step, std::int64_t columns,
+                  std::int64_t column_step) {
     for (std::int64_t y = 0, i = 0; y < rows; y += row_step, ++i) {
       for (std::int64_t x = 0, j = 0; x < columns; x += column_step, ++j) keys.emplace_back(int(stage), slot, i, j);
     }
@@ -193,17 +197,20 @@ std::vector<Key> expected_tiles(const Routing& routing, const Rank& rank) {
   }
   for (std::int32_t slot = 0; slot < s.local_experts + s.shared_experts; ++slot) {
     const std::int64_t rows = rank.rows_of(slot);
-    const std::int64_t width = slot < s.local_experts ? s.intermediate_size : s.shared_intermediate_size[slot - s.local_experts];
+    const std::int64_t width =
+        slot < s.local_experts ? s.intermediate_size : s.shared_intermediate_size[slot - s.local_experts];
     const std::int64_t gate_up = s.tile.gate_up ? s.tile.gate_up : s.tile.columns;
     if (forward || s.recompute) grid(Stage::gate_up, slot, rows, s.tile.row_block, width, gate_up);
     if (forward) {
       grid(Stage::down, slot, rows, s.tile.row_block, s.hidden_size, s.tile.columns);
       continue;
     }
-    grid(Stage::down_dgrad, slot, rows, s.tile.row_block, width, s.tile.columns);
+    grid(Stage::down_dgrad, slot, rows, s.tile.row_block, width,
+         s.tile.down_dgrad ? s.tile.down_dgrad : s.tile.columns);
     if (s.want_dx) grid(Stage::gate_up_dgrad, slot, rows, s.tile.row_block, s.hidden_size, s.tile.columns);
     if (s.want_gate_up_wgrad) {
-      grid(Stage::gate_up_wgrad, slot, s.gate_up_factor * width, s.tile.wgrad_rows, s.hidden_size, s.tile.wgrad_columns);
+      grid(Stage::gate_up_wgrad, slot, s.gate_up_factor * width, s.tile.wgrad_rows, s.hidden_size,
+           s.tile.wgrad_columns);
     }
     if (s.want_down_wgrad) grid(Stage::down_wgrad, slot, s.hidden_size, s.tile.wgrad_rows, width, s.tile.wgrad_columns);
     if (s.want_gate_up_bias_grad) keys.emplace_back(int(Stage::gate_up_bias_grad), slot, 0, 0);
@@ -214,9 +221,11 @@ std::vector<Key> expected_tiles(const Routing& routing, const Rank& rank) {
   return keys;
 }
 
-// ---- what tiles read and write ---------------------------------------------------------------------------------------
+// ---- what tiles read and write
+// ---------------------------------------------------------------------------------------
 
-// How often each element of a matrix was written; columns in units of 8, since every width and tile is a multiple of it.
+// How often each element of a matrix was written; columns in units of 8, since every width and tile is a multiple of
+// it.
 class Written {
  public:
   Written() = default;
@@ -233,7 +242,8 @@ class Written {
   bool all(std::int64_t row) const { return all(row, 0, columns_ * 8); }
   // Whether every element of the row was written that many times.
   bool row_is(std::int64_t row, int times) const {
-    return std::all_of(counts_.begin() + row * columns_, counts_.begin() + (row + 1) * columns_, [&](int n) { return n == times; });
+    return std::all_of(counts_.begin() + row * columns_, counts_.begin() + (row + 1) * columns_,
+                       [&](int n) { return n == times; });
   }
   bool is(int times) const {
     return std::all_of(counts_.begin(), counts_.end(), [&](int n) { return n == times; });
@@ -244,12 +254,12 @@ class Written {
   std::vector<std::uint8_t> counts_;
 };
 
-struct Memory {  // of one rank
+struct Memory {                                                                      // of one rank
   std::vector<Written> gate_up, down_dgrad, shared_rows, gate_up_wgrad, down_wgrad;  // by slot
   std::vector<int> gate_up_bias, down_bias, collected;
-  Written slots, out, window;            // [T k, H], [T, H], [T, 8]
-  std::vector<Written> received;         // by source rank, [T, 8]
-  std::vector<int> dprob;                // [T k]: columns of I, in units of 8, that have been written for a route
+  Written slots, out, window;     // [T k, H], [T, H], [T, 8]
+  std::vector<Written> received;  // by source rank, [T, 8]
+  std::vector<int> dprob;         // [T k]: columns of I, in units of 8, that have been written for a route
   int layout = 0;
 };
 
@@ -286,11 +296,11 @@ class Oracle {
     const bool forward = s.direction == Direction::forward;
     switch (tile.stage) {
       case Stage::publish: return true;
-      case Stage::layout:
-        return std::all_of(tables.begin(), tables.end(), [](bool there) { return there; });
+      case Stage::layout: return std::all_of(tables.begin(), tables.end(), [](bool there) { return there; });
       case Stage::collect: return m.layout == 1;
       case Stage::dispatch:
-        for (std::int64_t t = tile.row_block * s.chunk_tokens; t < std::min((tile.row_block + 1) * s.chunk_tokens, routing_.tokens[tile.expert]); ++t) {
+        for (std::int64_t t = tile.row_block * s.chunk_tokens;
+             t < std::min((tile.row_block + 1) * s.chunk_tokens, routing_.tokens[tile.expert]); ++t) {
           if (!memory_[tile.expert].window.all(t)) return false;
         }
         return true;
@@ -298,9 +308,9 @@ class Oracle {
       case Stage::down: return rows_there(m.gate_up[tile.expert], tile, s);
       case Stage::down_dgrad: {
         if (!tokens_there(rank, tile)) return false;
-        const std::int64_t begin = tile.column_block * std::int64_t(s.tile.columns);
+        const std::int64_t begin = tile.column_block * std::int64_t(s.down_dgrad_columns());
         for (std::int64_t row = first_row(tile, s); s.recompute && row < last_row(here, tile); ++row) {
-          if (!m.gate_up[tile.expert].all(row, begin, begin + s.tile.columns)) return false;
+          if (!m.gate_up[tile.expert].all(row, begin, begin + s.down_dgrad_columns())) return false;
         }
         return true;
       }
@@ -315,7 +325,8 @@ class Oracle {
         return true;
       case Stage::combine: {
         const std::int64_t begin = tile.column_block * std::int64_t(s.tile.columns), end = begin + s.tile.columns;
-        for (std::int64_t t = tile.row_block * s.tile.token_block; t < std::min((tile.row_block + 1) * s.tile.token_block, routing_.valid[rank]); ++t) {
+        for (std::int64_t t = tile.row_block * s.tile.token_block;
+             t < std::min((tile.row_block + 1) * s.tile.token_block, routing_.valid[rank]); ++t) {
           for (std::int32_t j = 0; j < s.top_k; ++j) {
             const std::int64_t route = t * s.top_k + j;
             if (routing_.ids[rank][route] < 0) continue;
@@ -339,15 +350,19 @@ class Oracle {
     Memory& m = memory_[rank];
     const Sizes& s = here.pass.sizes;
     auto chunk = [&](Written& to, std::int64_t tokens) {
-      for (std::int64_t t = tile.row_block * s.chunk_tokens; t < std::min((tile.row_block + 1) * s.chunk_tokens, tokens); ++t) to.add(t, 0, 8);
+      for (std::int64_t t = tile.row_block * s.chunk_tokens;
+           t < std::min((tile.row_block + 1) * s.chunk_tokens, tokens); ++t)
+        to.add(t, 0, 8);
     };
     auto rows = [&](Written& to, std::int64_t columns) {
       const std::int64_t begin = tile.column_block * columns;
-      for (std::int64_t row = first_row(tile, s); row < last_row(here, tile); ++row) to.add(row, begin, begin + columns);
+      for (std::int64_t row = first_row(tile, s); row < last_row(here, tile); ++row)
+        to.add(row, begin, begin + columns);
     };
     auto matrix = [&](Written& to, std::int64_t all_rows) {
       const std::int64_t begin = tile.column_block * std::int64_t(s.tile.wgrad_columns);
-      for (std::int64_t y = tile.row_block * s.tile.wgrad_rows; y < std::min((tile.row_block + 1) * s.tile.wgrad_rows, all_rows); ++y) {
+      for (std::int64_t y = tile.row_block * s.tile.wgrad_rows;
+           y < std::min((tile.row_block + 1) * s.tile.wgrad_rows, all_rows); ++y) {
         to.add(y, begin, begin + s.tile.wgrad_columns);
       }
     };
@@ -358,9 +373,11 @@ class Oracle {
       case Stage::dispatch: return chunk(m.received.at(tile.expert), routing_.tokens[tile.expert]);
       case Stage::gate_up: return rows(m.gate_up.at(tile.expert), s.gate_up_columns());
       case Stage::down_dgrad: {
-        rows(m.down_dgrad.at(tile.expert), s.tile.columns);
-        const std::int64_t width = std::min<std::int64_t>(s.tile.columns, s.intermediate_size - tile.column_block * s.tile.columns);
-        for (std::int64_t row = first_row(tile, s); tile.expert < s.local_experts && row < last_row(here, tile); ++row) {
+        const std::int64_t columns = s.down_dgrad_columns();
+        rows(m.down_dgrad.at(tile.expert), columns);
+        const std::int64_t width = std::min(columns, s.intermediate_size - tile.column_block * columns);
+        for (std::int64_t row = first_row(tile, s); tile.expert < s.local_experts && row < last_row(here, tile);
+             ++row) {
           const auto [source, route] = here.rows[tile.expert][row];
           memory_[source].dprob[route] += static_cast<int>(width / 8);
         }
@@ -380,12 +397,14 @@ class Oracle {
       }
       case Stage::combine: {
         const std::int64_t begin = tile.column_block * std::int64_t(s.tile.columns);
-        for (std::int64_t t = tile.row_block * s.tile.token_block; t < std::min((tile.row_block + 1) * s.tile.token_block, s.tokens); ++t) {
+        for (std::int64_t t = tile.row_block * s.tile.token_block;
+             t < std::min((tile.row_block + 1) * s.tile.token_block, s.tokens); ++t) {
           m.out.add(t, begin, begin + s.tile.columns);
         }
         return;
       }
-      case Stage::gate_up_wgrad: return matrix(m.gate_up_wgrad.at(tile.expert), s.gate_up_factor * width_of(s, tile.expert));
+      case Stage::gate_up_wgrad:
+        return matrix(m.gate_up_wgrad.at(tile.expert), s.gate_up_factor * width_of(s, tile.expert));
       case Stage::down_wgrad: return matrix(m.down_wgrad.at(tile.expert), s.hidden_size);
       case Stage::gate_up_bias_grad: ++m.gate_up_bias.at(tile.expert); return;
       case Stage::down_bias_grad: ++m.down_bias.at(tile.expert); return;
@@ -410,8 +429,10 @@ class Oracle {
       }
       for (std::size_t route = 0; route < routing_.ids[r].size(); ++route) {
         const bool there = routing_.ids[r][route] >= 0;
-        EXPECT_TRUE(m.slots.row_is(std::int64_t(route), there && (forward || s.want_dx))) << what << ", rank " << r << ", route " << route;
-        EXPECT_EQ(m.dprob[route] * 8, there && !forward ? s.intermediate_size : 0) << what << ", rank " << r << ", route " << route;
+        EXPECT_TRUE(m.slots.row_is(std::int64_t(route), there && (forward || s.want_dx)))
+            << what << ", rank " << r << ", route " << route;
+        EXPECT_EQ(m.dprob[route] * 8, there && !forward ? s.intermediate_size : 0)
+            << what << ", rank " << r << ", route " << route;
       }
       EXPECT_TRUE(m.out.is(1)) << what;
       EXPECT_TRUE(m.window.is(several)) << what;
@@ -460,7 +481,8 @@ class Oracle {
   std::vector<Memory> memory_;
 };
 
-// ---- running a pass --------------------------------------------------------------------------------------------------
+// ---- running a pass
+// --------------------------------------------------------------------------------------------------
 
 struct Machine {
   std::vector<Rank>& ranks;
@@ -515,7 +537,8 @@ struct Machine {
       for (int a = 0; a < 3; ++a) {
         for (std::size_t i = 0; i < ranks[r].counters[a].size(); ++i) {
           if (ranks[r].target[a][i] >= 0) {
-            EXPECT_EQ(ranks[r].counters[a][i], ranks[r].target[a][i]) << what << ", rank " << r << ", array " << a << ", counter " << i;
+            EXPECT_EQ(ranks[r].counters[a][i], ranks[r].target[a][i])
+                << what << ", rank " << r << ", array " << a << ", counter " << i;
           }
         }
       }
@@ -539,7 +562,9 @@ int section(const Tile& tile, const Sizes& s) {
 
 // One after the other in the global order: nothing may ever have to wait.
 void run_in_global_order(const Routing& routing, std::vector<Rank> ranks, const std::string& what) {
-  for (Rank& rank : ranks) rank.pass.layout = Layout::at(rank.header.data(), rank.row_route.data(), rank.pass.sizes.ranks, rank.pass.sizes.local_experts);
+  for (Rank& rank : ranks)
+    rank.pass.layout =
+        Layout::at(rank.header.data(), rank.row_route.data(), rank.pass.sizes.ranks, rank.pass.sizes.local_experts);
   Machine machine{ranks};
   Oracle oracle(routing, ranks);
   oracle.tables.assign(ranks.size(), true);
@@ -552,8 +577,10 @@ void run_in_global_order(const Routing& routing, std::vector<Rank> ranks, const 
         const Tile& tile = tiles[next[r]];
         ASSERT_EQ(section(tile, ranks[r].pass.sizes), now) << what << ": a section goes back";
         ASSERT_TRUE(machine.decodable(r, std::int64_t(next[r]))) << what;
-        ASSERT_TRUE(machine.ready(r, tile)) << what << ": rank " << r << ", tile " << next[r] << ", " << to_string(tile.stage);
-        ASSERT_TRUE(oracle.inputs_there(r, tile)) << what << ": rank " << r << ", tile " << next[r] << ", " << to_string(tile.stage);
+        ASSERT_TRUE(machine.ready(r, tile))
+            << what << ": rank " << r << ", tile " << next[r] << ", " << to_string(tile.stage);
+        ASSERT_TRUE(oracle.inputs_there(r, tile))
+            << what << ": rank " << r << ", tile " << next[r] << ", " << to_string(tile.stage);
         oracle.write(r, tile);
         machine.raise(r, tile);
       }
@@ -563,10 +590,13 @@ void run_in_global_order(const Routing& routing, std::vector<Rank> ranks, const 
   oracle.expect_each_once(what);
 }
 
-// Workers that take tiles in order, wait, work and signal, a random one moving at a time; ranks begin at random moments.
-// As many workers as tiles is any order at all that the waits allow.
-void run_interleaved(const Routing& routing, std::vector<Rank> ranks, std::int64_t workers, Random& random, const std::string& what) {
-  for (Rank& rank : ranks) rank.pass.layout = Layout::at(rank.header.data(), rank.row_route.data(), rank.pass.sizes.ranks, rank.pass.sizes.local_experts);
+// Workers that take tiles in order, wait, work and signal, a random one moving at a time; ranks begin at random
+// moments. As many workers as tiles is any order at all that the waits allow.
+void run_interleaved(const Routing& routing, std::vector<Rank> ranks, std::int64_t workers, Random& random,
+                     const std::string& what) {
+  for (Rank& rank : ranks)
+    rank.pass.layout =
+        Layout::at(rank.header.data(), rank.row_route.data(), rank.pass.sizes.ranks, rank.pass.sizes.local_experts);
   Machine machine{ranks};
   Oracle oracle(routing, ranks);
   oracle.tables.assign(ranks.size(), false);
@@ -610,22 +640,22 @@ void run_interleaved(const Routing& routing, std::vector<Rank> ranks, std::int64
       unborn.pop_back();
       machine.publish_table(r);
       oracle.tables[r] = true;
-      for (std::int64_t n = 0; n < workers && next[r] < std::int64_t(ranks[r].tiles.size()); ++n) active.push_back({r, next[r]++, false});
+      for (std::int64_t n = 0; n < workers && next[r] < std::int64_t(ranks[r].tiles.size()); ++n)
+        active.push_back({r, next[r]++, false});
       continue;
     }
     bool moved = move(below(random, std::int64_t(active.size())));
     for (int tries = 0; !moved && tries < 8; ++tries) moved = move(below(random, std::int64_t(active.size())));
     const std::size_t start = static_cast<std::size_t>(below(random, std::int64_t(active.size()) + 1));
     for (std::size_t n = 0; !moved && n < active.size(); ++n) moved = move((start + n) % active.size());
-    if (!moved && unborn.empty()) {
-      FAIL() << what << ": no worker of " << workers << " a rank can go on";
-    }
+    if (!moved && unborn.empty()) { FAIL() << what << ": no worker of " << workers << " a rank can go on"; }
     if (!moved) {
       const std::int32_t r = unborn.back();
       unborn.pop_back();
       machine.publish_table(r);
       oracle.tables[r] = true;
-      for (std::int64_t n = 0; n < workers && next[r] < std::int64_t(ranks[r].tiles.size()); ++n) active.push_back({r, next[r]++, false});
+      for (std::int64_t n = 0; n < workers && next[r] < std::int64_t(ranks[r].tiles.size()); ++n)
+        active.push_back({r, next[r]++, false});
     }
   }
   machine.expect_targets_met(what);
@@ -712,12 +742,14 @@ TEST(Schedule, EveryChoiceOfGradients) {
   }
 }
 
-// ---- by hand ---------------------------------------------------------------------------------------------------------
+// ---- by hand
+// ---------------------------------------------------------------------------------------------------------
 
 std::string names_of(const std::vector<Tile>& tiles) {
   std::string all;
   for (const Tile& t : tiles) {
-    all += std::string(to_string(t.stage)) + " " + std::to_string(t.expert) + "," + std::to_string(t.row_block) + "," + std::to_string(t.column_block) + "; ";
+    all += std::string(to_string(t.stage)) + " " + std::to_string(t.expert) + "," + std::to_string(t.row_block) + "," +
+           std::to_string(t.column_block) + "; ";
   }
   return all;
 }
@@ -746,8 +778,8 @@ Sizes small_tiles() {
 TEST(Schedule, ForwardByHand) {
   const auto ranks = make_ranks(three_tokens(), small_tiles(), 0);
   EXPECT_EQ(names_of(ranks[0].tiles),
-            "gate_up 0,0,0; gate_up 0,0,1; "                  // block 0: expert 0
-            "gate_up 1,0,0; gate_up 1,0,1; down 0,0,0; "      // block 1, while block 0 goes on
+            "gate_up 0,0,0; gate_up 0,0,1; "              // block 0: expert 0
+            "gate_up 1,0,0; gate_up 1,0,1; down 0,0,0; "  // block 1, while block 0 goes on
             "down 1,0,0; combine 0,0,0; combine 0,1,0; ");
 }
 

@@ -162,9 +162,7 @@ TEST(Group, APlanNeedsEveryRank) {
     o.group.set_timeout(milliseconds(5000));
     try {
       Plan::create(mine, o);
-    } catch (const Error& error) {
-      errors[r] = error.what();
-    }
+    } catch (const Error& error) { errors[r] = error.what(); }
   });
   EXPECT_FALSE(errors[0].empty());
   EXPECT_FALSE(errors[1].empty());

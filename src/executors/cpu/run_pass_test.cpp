@@ -52,14 +52,16 @@ struct Rank {
     header.resize(schedule::Layout::header_length(ranks, 2));
     for (int e = 0; e < 2; ++e) {
       for (std::int32_t r = 0; r < ranks; ++r) {
-        for (std::int64_t t = 0; t < tokens; ++t) row_route.push_back(static_cast<std::int32_t>(t * s.top_k + rank * 2 + e));
+        for (std::int64_t t = 0; t < tokens; ++t)
+          row_route.push_back(static_cast<std::int32_t>(t * s.top_k + rank * 2 + e));
       }
     }
     for (std::int32_t e = 0; e < s.top_k; ++e) expert_rank.push_back(e / 2);
     pass.layout = schedule::Layout::at(header.data(), row_route.data(), ranks, 2);
     *pass.layout.valid_tokens = tokens;
     std::fill_n(pass.layout.tokens_of_rank, ranks, tokens);
-    schedule::fill_layout(s, pass.layout, s.top_k, expert_rank.data(), [&](std::int32_t, std::int32_t) { return tokens; });
+    schedule::fill_layout(s, pass.layout, s.top_k, expert_rank.data(),
+                          [&](std::int32_t, std::int32_t) { return tokens; });
     local.resize(schedule::CounterMap::of(s).local_size, 77);  // whatever is there is cleared
     arrivals.resize(schedule::CounterMap::of(s).arrivals_size, 77);
   }
@@ -104,8 +106,9 @@ constexpr milliseconds limit{300};
 constexpr milliseconds late{20000};
 
 // Runs one pass on each rank's thread; `absent` does not take part. run_tile gets the rank, too.
-std::vector<Outcome> run_ranks(std::vector<std::shared_ptr<transport::Transport>>& transports, schedule::Direction direction,
-                               std::uint64_t shuffle_seed, int absent, const std::function<void(int, const Tile&)>& run_tile) {
+std::vector<Outcome> run_ranks(std::vector<std::shared_ptr<transport::Transport>>& transports,
+                               schedule::Direction direction, std::uint64_t shuffle_seed, int absent,
+                               const std::function<void(int, const Tile&)>& run_tile) {
   const int ranks = static_cast<int>(transports.size());
   std::vector<Outcome> outcomes(ranks);
   std::vector<std::thread> threads;
@@ -147,12 +150,13 @@ TEST_P(RunPass, RunsEveryTileOnce) {
     std::multiset<std::tuple<int, std::int64_t, std::int64_t, std::int64_t>> seen;
     auto pool = ThreadPool::acquire(workers);
     auto transport = transport::make_single();
-    run_pass(rank.pass, {rank.local.data(), rank.arrivals.data()}, *transport, 0, *pool, seed(), [&](const Tile& tile, int worker) {
-      EXPECT_GE(worker, 0);
-      EXPECT_LT(worker, workers);
-      std::lock_guard lock(mutex);
-      seen.insert({int(tile.stage), tile.expert, tile.row_block, tile.column_block});
-    });
+    run_pass(rank.pass, {rank.local.data(), rank.arrivals.data()}, *transport, 0, *pool, seed(),
+             [&](const Tile& tile, int worker) {
+               EXPECT_GE(worker, 0);
+               EXPECT_LT(worker, workers);
+               std::lock_guard lock(mutex);
+               seen.insert({int(tile.stage), tile.expert, tile.row_block, tile.column_block});
+             });
     EXPECT_EQ(std::int64_t(seen.size()), schedule::tile_count(rank.pass));
     EXPECT_EQ(std::set(seen.begin(), seen.end()).size(), seen.size());
   }
@@ -203,14 +207,16 @@ TEST_P(RunPass, ARankThatNeverCallsTimesOutTheOthers) {
   // A new group of the same threads is none the worse.
   auto fresh = group_of(3);
   for (auto& t : fresh) t->set_timeout(late);
-  for (const Outcome& o : run_ranks(fresh, direction(), seed(), -1, [](int, const Tile&) {})) EXPECT_EQ(o.status, Status::ok) << o.text;
+  for (const Outcome& o : run_ranks(fresh, direction(), seed(), -1, [](int, const Tile&) {}))
+    EXPECT_EQ(o.status, Status::ok) << o.text;
 }
 
 TEST_P(RunPass, AnExceptionInATileEndsThePassOnAllRanks) {
   for (const Stage stage : {Stage::publish, Stage::dispatch, Stage::gate_up, Stage::down_dgrad, Stage::combine}) {
     if (stage == (direction() == schedule::Direction::forward ? Stage::down_dgrad : Stage::gate_up)) continue;
     auto transports = group_of(2);
-    for (auto& t : transports) t->set_timeout(milliseconds(60000));  // they end because of the failure, not of the limit
+    for (auto& t : transports)
+      t->set_timeout(milliseconds(60000));  // they end because of the failure, not of the limit
     const auto outcomes = run_ranks(transports, direction(), seed(), -1, [&](int rank, const Tile& tile) {
       if (rank == 1 && tile.stage == stage) throw std::runtime_error("the tile broke");
     });
@@ -241,7 +247,8 @@ TEST_P(RunPass, AnExceptionOnOneRankAloneLeavesItUsable) {
   EXPECT_EQ(broken.status, Status::device_error);
   EXPECT_EQ(broken.text, "the fifth tile broke");
   std::atomic<std::int64_t> tiles{0};
-  run_pass(rank.pass, {rank.local.data(), rank.arrivals.data()}, *transport, 0, *pool, seed(), [&](const Tile&, int) { ++tiles; });
+  run_pass(rank.pass, {rank.local.data(), rank.arrivals.data()}, *transport, 0, *pool, seed(),
+           [&](const Tile&, int) { ++tiles; });
   EXPECT_EQ(tiles, schedule::tile_count(rank.pass));
 }
 
@@ -262,10 +269,12 @@ TEST_P(RunPass, ASlowRankTimesOutTheOthers) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Directions, RunPass,
-                         ::testing::Combine(::testing::Values(schedule::Direction::forward, schedule::Direction::backward),
+                         ::testing::Combine(::testing::Values(schedule::Direction::forward,
+                                                              schedule::Direction::backward),
                                             ::testing::Values(std::uint64_t(0), std::uint64_t(3))),
                          [](const auto& info) {
-                           return std::string(std::get<0>(info.param) == schedule::Direction::forward ? "forward" : "backward") +
+                           return std::string(std::get<0>(info.param) == schedule::Direction::forward ? "forward"
+                                                                                                      : "backward") +
                                   (std::get<1>(info.param) ? "_shuffled" : "_in_order");
                          });
 

@@ -33,6 +33,7 @@ struct Rank {
   std::array<std::vector<Counter>, 3> counters;  // by CounterArray
   std::vector<double> free;                      // when each worker is idle
   std::int64_t next = 0, tiles = 0;
+  std::int64_t after_layout = 0;  // tiles from here on are decoded once the layout tile of this pass is done
 };
 
 }  // namespace
@@ -43,25 +44,38 @@ TileWork tile_work(const Pass& pass, const Tile& tile, std::int64_t element_size
   const auto width = static_cast<double>(tile.expert < s.expert_slots() ? s.width(tile.expert) : 0);
   const double pre = s.gate_up_factor * width;
   const auto block_rows = [&] { return static_cast<double>(schedule::tile_rows(pass, tile).size()); };
+  // Rows of the block that belong to other ranks' tokens.
+  const auto foreign_rows = [&] {
+    if (s.ranks == 1 || s.is_shared(tile.expert)) return 0.0;
+    const schedule::RowRange rows = schedule::tile_rows(pass, tile);
+    const std::int64_t begin = std::clamp(pass.source_begin(tile.expert, s.rank), rows.begin, rows.end);
+    const std::int64_t end = std::clamp(pass.source_begin(tile.expert, s.rank + 1), rows.begin, rows.end);
+    return static_cast<double>(rows.size() - (end - begin));
+  };
+  const auto to_slots = [&](double k) -> TileWork {
+    const double columns = part(s.hidden_size, s.tile.columns, tile.column_block);
+    return {2 * block_rows() * columns * k, 0, foreign_rows() * columns * size};
+  };
   const auto expert_rows = [&] { return static_cast<double>(pass.expert_rows(tile.expert).size()); };
   switch (tile.stage) {
     case Stage::publish: return {0, 2 * part(s.tokens, s.chunk_tokens, tile.row_block) * h * size};
     case Stage::layout:
     case Stage::collect: return {};
-    case Stage::dispatch:
-      return {0, 2 * part(pass.layout.tokens_of_rank[tile.expert], s.chunk_tokens, tile.row_block) * h * size};
+    case Stage::dispatch: {
+      const double bytes = part(pass.layout.tokens_of_rank[tile.expert], s.chunk_tokens, tile.row_block) * h * size;
+      return {0, 2 * bytes, bytes};
+    }
     case Stage::gate_up:
       return {
           2 * block_rows() * s.gate_up_factor * part(s.width(tile.expert), s.gate_up_columns(), tile.column_block) * h,
           0};
-    case Stage::down: return {2 * block_rows() * part(s.hidden_size, s.tile.columns, tile.column_block) * width, 0};
+    case Stage::down: return to_slots(width);
     case Stage::combine:
       return {0, part(s.tokens, s.tile.token_block, tile.row_block) *
                      part(s.hidden_size, s.tile.columns, tile.column_block) * (s.top_k + s.shared_experts + 1) * size};
     case Stage::down_dgrad:
-      return {2 * block_rows() * part(s.width(tile.expert), s.tile.columns, tile.column_block) * h, 0};
-    case Stage::gate_up_dgrad:
-      return {2 * block_rows() * part(s.hidden_size, s.tile.columns, tile.column_block) * pre, 0};
+      return {2 * block_rows() * part(s.width(tile.expert), s.down_dgrad_columns(), tile.column_block) * h, 0};
+    case Stage::gate_up_dgrad: return to_slots(pre);
     case Stage::gate_up_wgrad:
       return {2 * expert_rows() * part(static_cast<std::int64_t>(pre), s.tile.wgrad_rows, tile.row_block) *
                   part(s.hidden_size, s.tile.wgrad_columns, tile.column_block),
@@ -77,7 +91,7 @@ TileWork tile_work(const Pass& pass, const Tile& tile, std::int64_t element_size
 }
 
 Simulation simulate(const std::vector<Pass>& passes, int workers,
-                    const std::function<double(const Pass&, const Tile&)>& cost) {
+                    const std::function<double(const Pass&, const Tile&)>& cost, double signal_latency) {
   if (workers < 1)
     throw Error(Status::invalid_argument, "workers is " + std::to_string(workers) + "; accepted: 1 or more");
   Simulation result;
@@ -93,6 +107,8 @@ Simulation simulate(const std::vector<Pass>& passes, int workers,
     ranks[r].counters[static_cast<int>(CounterArray::flags)].resize(static_cast<std::size_t>(map.flags_size));
     ranks[r].free.assign(static_cast<std::size_t>(workers), 0.0);
     ranks[r].tiles = schedule::tile_count(passes[r]);
+    const bool layout_is_late = passes[r].sizes.ranks > 1 && passes[r].sizes.direction == schedule::Direction::forward;
+    ranks[r].after_layout = layout_is_late ? schedule::prologue_tiles(passes[r]) : ranks[r].tiles;
     // The host raises the flags of the tables before a pass of several ranks begins.
     for (std::int64_t i = 0; i < map.chunk_ready && i < map.flags_size; ++i) {
       ranks[r].counters[static_cast<int>(CounterArray::flags)][static_cast<std::size_t>(map.table_ready + i)].count = 1;
@@ -104,7 +120,7 @@ Simulation simulate(const std::vector<Pass>& passes, int workers,
     const Tile tile = schedule::tile_at(*rank.pass, rank.next);
     double ready = 0, chain = 0;
     std::int64_t after = -1, before = -1;
-    const bool known = schedule::for_each_wait(*rank.pass, rank.map, tile, [&](const schedule::Wait& wait) {
+    const auto wait_for = [&](const schedule::Wait& wait) {
       const std::int64_t target = wait.array == CounterArray::flags ? 1 : wait.target;  // a flag is raised once a pass
       for (std::int64_t i = wait.begin; i < wait.begin + wait.count; ++i) {
         const Counter& counter = rank.counters[static_cast<std::size_t>(wait.array)][static_cast<std::size_t>(i)];
@@ -114,7 +130,10 @@ Simulation simulate(const std::vector<Pass>& passes, int workers,
         if (counter.chain > chain) chain = counter.chain, before = counter.chain_by;
       }
       return true;
-    });
+    };
+    if (rank.next >= rank.after_layout && !wait_for({CounterArray::local, rank.map.layout_ready, 1, 1, number}))
+      return false;
+    const bool known = schedule::for_each_wait(*rank.pass, rank.map, tile, wait_for);
     if (!known) return false;
     const auto worker = std::min_element(rank.free.begin(), rank.free.end());
     const double seconds = cost(*rank.pass, tile);
@@ -131,9 +150,10 @@ Simulation simulate(const std::vector<Pass>& passes, int workers,
     schedule::for_each_signal(*rank.pass, rank.map, tile, [&](const schedule::Signal& signal) {
       Counter& counter = ranks[static_cast<std::size_t>(signal.rank)]
                              .counters[static_cast<std::size_t>(signal.array)][static_cast<std::size_t>(signal.index)];
+      const double latency = signal.rank == number ? 0 : signal_latency;
       ++counter.count;
-      if (span.end >= counter.end) counter.end = span.end, counter.by = index;
-      if (chains.back() >= counter.chain) counter.chain = chains.back(), counter.chain_by = index;
+      if (span.end + latency >= counter.end) counter.end = span.end + latency, counter.by = index;
+      if (chains.back() + latency >= counter.chain) counter.chain = chains.back() + latency, counter.chain_by = index;
     });
     ++rank.next;
     return true;

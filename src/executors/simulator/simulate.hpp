@@ -3,8 +3,9 @@
 // pictures.
 //
 // The model: a rank's idle workers take its tiles in the schedule's order, the one that is idle longest first. A worker
-// that holds a tile waits for its counters, computes for the tile's cost, and raises its counters; nothing else takes
-// time. So the result depends on the schedule and the costs alone.
+// that holds a tile waits for its counters, computes for the tile's cost, and raises its counters, which other ranks
+// see after the signal latency; nothing else takes time, and no link is shared. So the result depends on the schedule
+// and the costs alone. All ranks begin at time 0, with their routing tables in each other's reach.
 #pragma once
 
 #include <cstdint>
@@ -19,6 +20,8 @@ namespace moelith::executors::simulator {
 // (publish, dispatch, combine, bias sums) and not one that computes.
 struct TileWork {
   double flops = 0, bytes = 0;
+  double link_bytes = 0;  // bytes to or from other ranks: all rows of a dispatched chunk (those that no expert here
+                          // needs do not travel), and the rows that down and gate_up_dgrad put into other ranks' slots
 };
 TileWork tile_work(const schedule::Pass& pass, const schedule::Tile& tile, std::int64_t element_size);
 
@@ -38,9 +41,12 @@ struct Simulation {
   std::vector<std::int64_t> critical;  // its tiles, first to last: indices into spans
 };
 
-// passes: one for each rank, in rank order. cost: seconds of a tile, >= 0.
-// Throws Error(internal) if the schedule would wait for ever, naming the tile.
+// passes: one for each rank, in rank order; each with its whole layout. workers: of each rank. cost: seconds of a tile,
+// >= 0. signal_latency: seconds until another rank sees a counter that was raised.
+// Throws Error(invalid_argument) for fewer than 1 worker, and Error(internal) if the schedule would wait for ever,
+// naming the tile.
 Simulation simulate(const std::vector<schedule::Pass>& passes, int workers,
-                    const std::function<double(const schedule::Pass&, const schedule::Tile&)>& cost);
+                    const std::function<double(const schedule::Pass&, const schedule::Tile&)>& cost,
+                    double signal_latency = 0);
 
 }  // namespace moelith::executors::simulator
