@@ -50,7 +50,7 @@ class CpuLayer final : public DeviceLayer {
       : plan_(plan), config_(plan.config), activation_(plan.config.activation), shared_count_(plan.config.shared_experts.size()) {
     workers_ = plan.options.workers > 0 ? plan.options.workers : executors::cpu::available_workers();
     executors::cpu::instruction_set();  // a wrong choice is refused here and not by a worker
-    tile_.columns = plan.options.tile_columns > 0 ? plan.options.tile_columns : 128;
+    tile_.columns = plan.options.tile_columns > 0 ? plan.options.tile_columns : 256;
     tile_.wgrad_rows = tile_.wgrad_columns = tile_.columns;
     router_ = routing::RouterSpec{config_.router, config_.num_experts, config_.top_k};
     if (plan.options.group.size() > 1) {

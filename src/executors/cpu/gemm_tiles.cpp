@@ -54,10 +54,7 @@ struct GemmTile {
     return pointers.data();
   }
 
-  T* product(std::int64_t m, std::int64_t n) {
-    if (static_cast<std::int64_t>(memory.product.size()) < m * n) memory.product.resize(m * n);
-    return memory.product.data();
-  }
+  T* product(std::int64_t m, std::int64_t n) { return static_cast<T*>(memory.product.reserve(m * n * sizeof(T))); }
 
   // Where a row's columns of H go for its token: the slot of its route at its rank, or the shared expert's row.
   Storage* destination(std::int64_t row, std::int32_t& rank, std::int64_t column) const {

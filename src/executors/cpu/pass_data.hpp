@@ -100,7 +100,7 @@ struct PassData {
 template <class Storage, class T = numerics::accumulator_t<Storage>>
 struct WorkerMemory {
   Scratch scratch;
-  std::vector<T> product;                  // a tile's product
+  Scratch product;                         // a tile's product, aligned for the vector stores
   std::vector<const Storage*> pointers[2]; // gathered vectors of A and B
 };
 
