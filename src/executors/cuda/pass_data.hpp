@@ -85,7 +85,7 @@ struct PassData {
   ExpertGroup groups[1 + schedule::max_shared_experts];
 };
 
-// Tile shapes of the sm_90a executor for output tiles of `columns` columns (128 or 192). The Layout of a call depends
+// Tile shapes of the sm_90a executor for output tiles of `columns` columns (64 or 128). The Layout of a call depends
 // on row_block alone.
 schedule::TileShape sm90_tile_shape(int columns, int gate_up_factor);
 

@@ -131,7 +131,7 @@ struct Warp {
 
   template <class Memory>
   __device__ static Warp now(Memory& shared) {
-    const int thread = thread_now() - consumer_threads;
+    const int thread = thread_now() - first_consumer;
     return {thread / 32 % 4, thread % 32, shared_address(shared.staging[thread / 32])};
   }
 };

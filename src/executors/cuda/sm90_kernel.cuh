@@ -80,9 +80,9 @@ __device__ inline void compute_tiles(const Parameters& p, SharedMemory<N>& share
       rows_to_slots<N>(sums, work, bias, tensors.slots, hidden, Warp::now(shared));
     } else if constexpr (Pass == Direction::backward) {
       if (stage == Stage::down_dgrad) {
-        Sums<down_dgrad_columns> sums;
+        Sums<N> sums;
         multiplied(sums, along_k, along_mn, true);
-        activation_gradient<down_dgrad_columns>(data, sums, work, Warp::now(shared));
+        activation_gradient<N>(data, sums, work, Warp::now(shared));
       } else if (stage == Stage::gate_up_dgrad) {
         Sums<N> sums;
         multiplied(sums, along_k, along_mn, false);
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ P
     fence_barrier_init();
   }
   __syncthreads();
-  if (thread < 128) {
+  if (thread < first_consumer) {
     registers_shrink<Shape::fetch_registers>();
     const int warp = thread / 32;
     if (warp == 0) {

@@ -205,8 +205,8 @@ __device__ inline void load_tiles(const Parameters& p, SharedMemory<N>& shared) 
           tma_load(b, &maps.down_proj, full, k * depth, column, expert);
           break;
         case Stage::down_dgrad:
-          barrier_arrive_expect(full, down_dgrad_columns * 128);
-          for (int i = 0; i < down_dgrad_columns / 64; ++i) {
+          barrier_arrive_expect(full, Shape::b_bytes);
+          for (int i = 0; i < N / 64; ++i) {
             tma_load(b + i * mn_block_bytes, &maps.down_proj, full, column + 64 * i, k * depth, expert);
           }
           break;
@@ -253,17 +253,14 @@ __device__ inline void gather_32_rows(std::uint32_t destination, const bfloat16*
   const int piece = lane % 8, row = lane / 8;
   const std::uint32_t even = destination + row * 128 + ((piece ^ row) << 4);
   const std::uint32_t odd = destination + (row + 4) * 128 + ((piece ^ (row + 4)) << 4);
-  // Four shuffles, then four copies: they keep their order, and one by one each copy would wait for its shuffle.
+  // All shuffles first: they and the copies keep their order, and one by one each copy would wait for its shuffle.
+  std::uint32_t from[8];
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    std::uint32_t from[4];
+  for (int i = 0; i < 8; ++i) from[i] = __shfl_sync(~0u, offset, row + 4 * i);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) from[i] = __shfl_sync(~0u, offset, row + 16 * half + 4 * i);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const bool valid = inside && from[i] != absent_row;
-      copy_16_async((i % 2 ? odd : even) + (2 * half + i / 2) * 1024, base + std::uint64_t(valid ? from[i] : 0) * 8, valid);
-    }
+  for (int i = 0; i < 8; ++i) {
+    const bool valid = inside && from[i] != absent_row;
+    copy_16_async((i % 2 ? odd : even) + i / 2 * 1024, base + std::uint64_t(valid ? from[i] : 0) * 8, valid);
   }
 }
 // Of an mn_major operand, `blocks` blocks of 64 columns from `column` on: 32 rows that begin at `offset`.
@@ -284,21 +281,23 @@ __device__ inline void gather_tiles(const Parameters& p, SharedMemory<N>& shared
   const int lane = thread % 32, first_row = thread / 32 * 32;  // this warp copies rows first_row .. + 31 of each 64
   const std::int64_t hidden = sizes.hidden_size;
   RingPosition<Shape::works> position(0);
+  // The stages of all tiles, one after the other, also of those without rows to gather: a parity tells a phase from its
+  // neighbours only.
+  RingPosition<Shape::stages> ring(0);
+  auto begin_stage = [&] {
+    barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
+    return shared_address(shared.stage[ring.slot]);
+  };
+  auto end_stage = [&] {
+    copy_arrive(shared_address(&shared.full[ring.slot]));
+    ring.next();
+  };
   while (true) {
     barrier_wait(shared_address(&shared.work_full[position.slot]), position.parity);
     const Work& work = shared.work[position.slot];
     const bool last = work.last;
     const Stage stage = work.stage;
     const int k_steps = work.k_steps, group = work.group, rows = work.rows;
-    RingPosition<Shape::stages> ring(work.first_step);
-    auto begin_stage = [&] {
-      barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
-      return shared_address(shared.stage[ring.slot]);
-    };
-    auto end_stage = [&] {
-      copy_arrive(shared_address(&shared.full[ring.slot]));
-      ring.next();
-    };
     auto leave_work = [&] {
       __syncwarp();
       if (lane == 0) barrier_arrive(shared_address(&shared.work_empty[position.slot]));
@@ -307,7 +306,6 @@ __device__ inline void gather_tiles(const Parameters& p, SharedMemory<N>& shared
     if (last || !is_gathered(stage)) {
       leave_work();
       if (last) return;
-      // Takes part in every stage all the same: a parity tells a phase from its neighbours only.
 #pragma unroll 1
       for (int k = 0; k < k_steps; ++k) {
         begin_stage();

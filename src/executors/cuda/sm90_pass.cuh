@@ -4,7 +4,7 @@
 // last tile, so that short sums do not leave the tensor cores idle):
 //   warp 0      takes tiles, waits for their inputs, publishes them as Work
 //   warp 1      one thread issues the copy engine's loads
-//   warps 2, 3  16-byte copies of gathered rows
+//   warps 2, 3  16-byte copies of gathered rows (four warps were slower)
 //   warps 4-7, 8-11  each takes every other tile of the block
 // Operands go through a ring of stages, each 64 deep in k: A of 128 rows (16 KiB) and B of N columns (N * 128 bytes), in
 // the layouts of sm90_primitives.cuh.
@@ -18,10 +18,8 @@ namespace moelith::executors::cuda::sm90 {
 
 using schedule::Stage;
 
-inline constexpr int threads = 384, consumer_threads = 128;
+inline constexpr int threads = 384, first_consumer = 128, consumer_threads = 128;
 inline constexpr int rows_per_tile = 128, depth = 64;   // rows of A, k of a stage
-// Columns of a down_dgrad tile: its epilogue needs many registers beside the sums.
-inline constexpr int down_dgrad_columns = 128;
 inline constexpr int gather_warps = 2, gather_threads = 32 * gather_warps;
 
 // Tensor maps of a group, with the boxes that the stages load: 64 columns (128 bytes) by ..
@@ -61,11 +59,10 @@ struct Work {
 
 template <int N>
 struct BlockShape {
-  static_assert(N == 128 || N == 192);
+  static_assert(N == 64 || N == 128);  // beside the sums of 128 x 192, too few registers are left for all else
   static constexpr int a_bytes = rows_per_tile * 128, b_bytes = N * 128, stage_bytes = a_bytes + b_bytes;
-  static constexpr int stages = N == 192 ? 5 : 6;
-  // Of a thread; one fetching and two computing warpgroups share 504 of them.
-  static constexpr int fetch_registers = N == 192 ? 40 : 72, compute_registers = N == 192 ? 232 : 216;
+  static constexpr int stages = N == 64 ? 8 : 6;
+  static constexpr int fetch_registers = 72, compute_registers = 216;  // of a thread; 504 for one and two
   static constexpr int works = 4;
   static constexpr int staging_bytes = 2048;  // of each computing warp: 16 rows of 128 bytes
 };

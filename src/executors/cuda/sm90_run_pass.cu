@@ -19,7 +19,6 @@ schedule::TileShape sm90_tile_shape(int columns, int gate_up_factor) {
   shape.row_block = 128;
   shape.columns = columns;
   shape.gate_up = gate_up_factor == 2 ? columns / 2 : columns;
-  shape.down_dgrad = 128;
   shape.wgrad_rows = 128;
   shape.wgrad_columns = columns;
   shape.token_block = 32;
@@ -33,12 +32,12 @@ void sm90_run_pass(const PassData& data, int blocks, void* stream) {
     case 128:
       return forward ? sm90::launch<schedule::Direction::forward, 128>(data, blocks, s)
                      : sm90::launch<schedule::Direction::backward, 128>(data, blocks, s);
-    case 192:
-      return forward ? sm90::launch<schedule::Direction::forward, 192>(data, blocks, s)
-                     : sm90::launch<schedule::Direction::backward, 192>(data, blocks, s);
+    case 64:
+      return forward ? sm90::launch<schedule::Direction::forward, 64>(data, blocks, s)
+                     : sm90::launch<schedule::Direction::backward, 64>(data, blocks, s);
     default:
       throw Error(Status::invalid_argument,
-                  "tile_columns is " + std::to_string(data.pass.sizes.tile.columns) + "; on this GPU it is 128 or 192");
+                  "tile_columns is " + std::to_string(data.pass.sizes.tile.columns) + "; on this GPU it is 64 or 128");
   }
 }
 
