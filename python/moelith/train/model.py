@@ -39,7 +39,8 @@ class Preset:
 PRESETS = {
     # Minutes on two cores.
     "tiny": Preset(hidden_size=128, layers=4, heads=4, num_experts=16, top_k=2, intermediate_size=128,
-                   shared_intermediate_size=128, context=256, batch=16, steps=500, learning_rate=4e-3),
+                   shared_intermediate_size=128, context=256, batch=8, steps=1000, learning_rate=4e-3,
+                   log_every=20, eval_every=200),
     # An hour or two on a desktop machine.
     "small": Preset(hidden_size=256, layers=6, heads=4, num_experts=32, top_k=4, intermediate_size=128,
                     shared_intermediate_size=256, context=512, batch=16, steps=3000, learning_rate=2e-3,
@@ -86,12 +87,30 @@ def rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
 
+class LocalMixing(nn.Module):
+    """Adds a weighted sum of each byte's vector and the vectors of the three before it, per channel (a causal depthwise
+    convolution). Bytes mean little alone; with this a model need not first learn to attend to its neighbours.
+    x: [B, S, H] -> [B, S, H]."""
+
+    WIDTH = 4
+
+    def __init__(self, hidden_size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(hidden_size, self.WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        S = x.shape[1]
+        padded = F.pad(x, (0, 0, self.WIDTH - 1, 0))
+        return x + sum(padded[:, i:i + S] * self.weight[:, i] for i in range(self.WIDTH))
+
+
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and normalised queries and keys. x: [B, S, H] -> [B, S, H]."""
 
     def __init__(self, preset: Preset):
         super().__init__()
         self.heads = preset.heads
+        self.mixing = LocalMixing(preset.hidden_size)
         size = preset.hidden_size // preset.heads
         self.qkv_proj = nn.Linear(preset.hidden_size, 3 * preset.hidden_size, bias=False)
         self.o_proj = nn.Linear(preset.hidden_size, preset.hidden_size, bias=False)
@@ -100,7 +119,7 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         B, S, H = x.shape
-        q, k, v = self.qkv_proj(x).view(B, S, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # each [B, heads, S, size]
+        q, k, v = self.qkv_proj(self.mixing(x)).view(B, S, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # each [B, heads, S, size]
         q = rotate(self.q_norm(q), table)
         k = rotate(self.k_norm(k), table)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
