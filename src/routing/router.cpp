@@ -297,15 +297,13 @@ inline void fill_with_unused(const RouterConfig& config, std::int32_t num_expert
   }
 }
 
-// aux = coefficient * E * sum_e (count_e / (k N)) (sum_e / N).
 template <class Count, class Sum>
 inline double aux_of(const RouterSpec& spec, const Count* counts, std::int64_t tokens, const Sum* score_sums) {
   if (tokens <= 0) return 0.0;
   double dot = 0.0;
   for (std::int32_t e = 0; e < spec.num_experts; ++e)
     dot += static_cast<double>(counts[e]) * static_cast<double>(score_sums[e]);
-  const double n = static_cast<double>(tokens);
-  return spec.config.aux_loss_coefficient * spec.num_experts * (dot / (spec.top_k * n) / n);
+  return aux_from_dot(spec.config.aux_loss_coefficient, spec.num_experts, dot, spec.top_k, tokens);
 }
 
 // Per-unit results in the workspace.

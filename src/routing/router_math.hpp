@@ -71,6 +71,14 @@ MOELITH_HD inline T sigmoid_slope(T x) {
   return numerics::sigmoid(x) * numerics::sigmoid(-x);
 }
 
+// aux = coefficient * E * sum_e (count_e / (k N)) (sum_e / N), from the dot product of counts and score sums. 0 for N = 0.
+MOELITH_HD inline double aux_from_dot(double coefficient, std::int32_t num_experts, double dot, std::int32_t top_k,
+                                      std::int64_t tokens) {
+  if (tokens <= 0) return 0.0;
+  const double n = static_cast<double>(tokens);
+  return coefficient * num_experts * (dot / (top_k * n) / n);
+}
+
 // d aux / d s_te for every token of the batch or sequence: coefficient * E * f_e / N, f_e = count / (k N), times the
 // upstream gradient. 0 for N = 0.
 MOELITH_HD inline double aux_slope(double upstream, double coefficient, std::int32_t num_experts, std::int64_t count,
