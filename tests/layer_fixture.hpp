@@ -24,12 +24,22 @@
 
 namespace moelith::test {
 
+// Where buffers lie; a test on another device puts its own here.
+struct Memory {
+  std::function<void*(std::size_t)> allocate = [](std::size_t bytes) { return ::operator new[](bytes, std::align_val_t{256}); };
+  std::function<void(void*)> release = [](void* memory) { ::operator delete[](memory, std::align_val_t{256}); };
+};
+inline Memory& memory() {
+  static Memory instance;
+  return instance;
+}
+
 // Memory of any dtype, aligned to 256 bytes, filled with NaN (all bits set), with canary bytes behind it.
 class Buffer {
  public:
   Buffer() = default;
   explicit Buffer(std::uint64_t bytes)
-      : bytes_(bytes), memory_(new (std::align_val_t{256}) std::byte[bytes + canary], Delete{}) {
+      : bytes_(bytes), memory_(static_cast<std::byte*>(memory().allocate(bytes + canary)), memory().release) {
     std::memset(memory_.get(), 0xff, bytes);
     std::memset(memory_.get() + bytes, 0xa5, canary);
   }
@@ -43,9 +53,6 @@ class Buffer {
 
  private:
   static constexpr std::uint64_t canary = 512;
-  struct Delete {
-    void operator()(std::byte* memory) const { ::operator delete[](memory, std::align_val_t{256}); }
-  };
   std::uint64_t bytes_ = 0;
   std::shared_ptr<std::byte[]> memory_;
 };
@@ -179,6 +186,9 @@ struct RunOptions {
   std::vector<std::string> frozen;           // results that are not asked for: "dx", "d_gate_up_proj", ...
   std::vector<int> without_dy;               // ranks that give no gradient of y
   DeviceKind device = DeviceKind::cpu;
+  void* stream = nullptr;
+  // Runs a pass; when it returns the results are there.
+  std::function<void(const std::function<void()>& pass)> launch = [](const std::function<void()>& pass) { pass(); };
 };
 
 // Every result by name, of all ranks joined: tokens one rank after another, experts by global id.
@@ -288,7 +298,7 @@ inline Results run(const Problem& p, const RunOptions& options) {
     out.expert_counts = output("expert_counts", DataType::int64, {e});
     out.aux_loss = output("aux_loss", accumulator, {1});
     out.z_loss = output("z_loss", accumulator, {1});
-    plan.forward(in, out, options.keep ? saved.data() : nullptr, workspace.data());
+    options.launch([&] { plan.forward(in, out, options.keep ? saved.data() : nullptr, workspace.data(), options.stream); });
 
     if (options.keep) {
       OutputGradients up;
@@ -335,7 +345,7 @@ inline Results run(const Problem& p, const RunOptions& options) {
       }
       for (int b = 0; b < options.backwards; ++b) {
         Buffer other(sizes.workspace);  // nothing may be left over from the forward
-        plan.backward(in, saved.data(), up, grad, other.data());
+        options.launch([&] { plan.backward(in, saved.data(), up, grad, other.data(), options.stream); });
         if (!other.intact()) throw std::runtime_error("backward wrote beyond the workspace");
       }
     }

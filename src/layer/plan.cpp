@@ -127,7 +127,13 @@ Plan Plan::create(const LayerConfig& config, const PlanOptions& options) {
   }
   switch (options.device) {
     case DeviceKind::cpu: impl->device = layer::make_cpu_layer(*impl); break;
-    case DeviceKind::cuda: throw Error(Status::unsupported, "device cuda: this build of moelith runs on the CPU only");
+    case DeviceKind::cuda:
+#if defined(MOELITH_WITH_CUDA)
+      impl->device = layer::make_cuda_layer(*impl);
+      break;
+#else
+      throw Error(Status::unsupported, "device cuda: this build of moelith runs on the CPU only");
+#endif
   }
   return Plan(impl);
 }

@@ -1,0 +1,411 @@
+// The layer on one Hopper GPU: the routing kernels, then one persistent kernel; backward one persistent kernel, then the
+// kernel of the router's gradient. Launches alone: nothing is allocated, copied, cleared or awaited in a call, so a call
+// can be captured in a CUDA graph.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "executors/cuda/pass_data.hpp"
+#include "layer/plan.hpp"
+#include "routing/device_router.hpp"
+#include "schedule/dependencies.hpp"
+
+namespace moelith::layer {
+namespace {
+
+using executors::cuda::ExpertGroup;
+using executors::cuda::GradientTarget;
+using executors::cuda::PassCounters;
+using executors::cuda::PassData;
+using executors::cuda::PassError;
+using numerics::bfloat16;
+using schedule::Direction;
+
+template <class U>
+U* at(void* base, std::uint64_t offset) {
+  return offset == absent || !base ? nullptr : reinterpret_cast<U*>(static_cast<std::byte*>(base) + offset);
+}
+template <class U>
+U* data_of(const TensorView& view) {
+  return view.given() ? static_cast<U*>(view.data) : nullptr;
+}
+routing::DeviceFloats floats_of(const TensorView& view) {
+  if (!view.given()) return {};
+  return {view.data, view.dtype == DataType::bfloat16, view.stride[0]};
+}
+
+[[noreturn]] void unsupported(const std::string& text) { throw Error(Status::unsupported, text); }
+
+void check_cuda(cudaError_t status, const char* what) {
+  if (status != cudaSuccess) throw Error(Status::device_error, std::string(what) + ": " + cudaGetErrorString(status));
+}
+
+// Rows move 16 bytes at a time.
+void check_rows(const TensorView& view, const std::string& name) {
+  if (!view.given() || view.numel() == 0) return;
+  const auto address = reinterpret_cast<std::uintptr_t>(view.data);
+  if (address % 16 != 0) throw Error(Status::invalid_argument, name + ": got memory that is not aligned, accepted is an address divisible by 16");
+  if (view.rank == 2 && view.shape[0] > 1 && view.stride[0] * std::int64_t(size_of(view.dtype)) % 16 != 0) {
+    throw Error(Status::invalid_argument, name + ": got " + describe(view) + ", accepted are rows at distances of a multiple of 16 bytes");
+  }
+}
+
+// Gradients of a y that has none.
+struct ZeroTensors {
+  static constexpr int most = 5 + 4 * schedule::max_shared_experts;
+  struct Tensor {
+    unsigned short* data;
+    std::int64_t rows, length, stride;  // in 2-byte words
+  } tensor[most];
+  int count = 0;
+
+  void add(const TensorView& view) {
+    if (!view.given() || view.numel() == 0) return;
+    const std::int64_t words = std::int64_t(size_of(view.dtype)) / 2, rows = view.rank == 2 ? view.shape[0] : 1;
+    tensor[count++] = {static_cast<unsigned short*>(view.data), rows, view.numel() / rows * words, (rows > 1 ? view.stride[0] : 0) * words};
+  }
+  void add(const Gradient& gradient) {
+    if (!gradient.accumulate) add(gradient.tensor);
+  }
+};
+__global__ void zero_tensors(const __grid_constant__ ZeroTensors tensors) {
+  for (int i = 0; i < tensors.count; ++i) {
+    const auto& t = tensors.tensor[i];
+    for (std::int64_t row = blockIdx.x; row < t.rows; row += gridDim.x) {
+      for (std::int64_t n = threadIdx.x; n < t.length; n += blockDim.x) t.data[row * t.stride + n] = 0;
+    }
+  }
+}
+
+// What a forward keeps beside SavedBuffer's parts: the gates, and the counters of backward, which a pass leaves at zero.
+struct Extras {
+  std::uint64_t gates, local_counters, arrivals, control, size;
+
+  static Extras behind(std::uint64_t offset, const Geometry& g) {
+    const auto map = schedule::CounterMap::of(g.sizes);
+    auto part = [&](std::uint64_t bytes) {
+      const std::uint64_t here = offset;
+      offset += (bytes + 255) / 256 * 256;
+      return here;
+    };
+    Extras e;
+    e.gates = part(4 * std::uint64_t(g.tokens) * g.config.shared_experts.size());
+    e.local_counters = part(8 * std::uint64_t(map.local_size));
+    e.arrivals = part(8 * std::uint64_t(map.arrivals_size));
+    e.control = part(8 * PassCounters::control_counters);
+    e.size = offset;
+    return e;
+  }
+};
+
+class CudaLayer final : public DeviceLayer {
+ public:
+  explicit CudaLayer(const Plan::Impl& plan) : plan_(plan), config_(plan.config), shared_count_(plan.config.shared_experts.size()) {
+    if (config_.dtype != DataType::bfloat16) {
+      unsupported(std::string("dtype: got ") + to_string(config_.dtype) + ", accepted on device cuda is bfloat16");
+    }
+    if (plan.options.group.size() != 1) {
+      unsupported("group: got " + std::to_string(plan.options.group.size()) + " ranks, accepted on device cuda is one");
+    }
+    int device = 0, devices = 0, major = 0, minor = 0;
+    if (const cudaError_t status = cudaGetDeviceCount(&devices); status != cudaSuccess || devices == 0) {
+      unsupported(std::string("device cuda: no GPU can be used: ") + (status == cudaSuccess ? "none is there" : cudaGetErrorString(status)));
+    }
+    check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+    check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "compute capability");
+    check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "compute capability");
+    if (major != 9 || minor != 0) {
+      unsupported("device cuda: got a GPU of compute capability " + std::to_string(major) + "." + std::to_string(minor) + ", accepted is 9.0 (Hopper)");
+    }
+    const std::int32_t columns = plan.options.tile_columns == 0 ? 128 : plan.options.tile_columns;
+    if (columns != 64 && columns != 128) {
+      throw Error(Status::invalid_argument, "tile_columns: got " + std::to_string(columns) + ", accepted on device cuda are 0, 64 and 128");
+    }
+    tile_ = executors::cuda::sm90_tile_shape(columns, config_.activation.gated() ? 2 : 1);
+    for (std::size_t s = 0; s < shared_count_; ++s) gated_ |= std::uint32_t(config_.shared_experts[s].gated) << s;
+    check_cuda(cudaMallocHost(&error_, sizeof(PassError)), "the word for errors");
+    *error_ = PassError{};
+  }
+  ~CudaLayer() override { cudaFreeHost(error_); }
+
+  BufferSizes buffer_sizes(std::int64_t tokens) const override {
+    const Geometry geometry = plan_.geometry(tokens, tile_);
+    const SavedBuffer kept = SavedBuffer::of(geometry, true);
+    const Extras extras = Extras::behind(kept.size, geometry);
+    const std::uint64_t scratch = scratch_bytes(tokens);
+    return {extras.size, std::max(ForwardWorkspace::of(geometry, scratch).size, BackwardWorkspace::of(geometry, scratch).size),
+            kept.formula + ", and " + std::to_string(extras.size - kept.size) + " bytes of gates and counters"};
+  }
+
+  void forward(const CallFacts& facts, const Inputs& inputs, const Outputs& outputs, void* saved, void* workspace,
+               void* stream) const override {
+    check_error();
+    check_inputs_alignment(inputs);
+    check_rows(outputs.y, "y");
+    const Geometry geometry = plan_.geometry(facts.tokens, tile_);
+    const bool keep = saved != nullptr;
+    const SavedBuffer kept = SavedBuffer::of(geometry, keep);
+    const Extras extras = Extras::behind(kept.size, geometry);
+    const auto scratch = ForwardWorkspace::of(geometry, scratch_bytes(facts.tokens));
+    void* tables = keep ? saved : at<std::byte>(workspace, scratch.tables);
+    float* gates = keep ? at<float>(saved, extras.gates) : at<float>(workspace, scratch.shared_gates);
+    if (!inputs.shared_gate_logits.given()) gates = nullptr;
+
+    PassData data = pass_data(geometry, inputs, Direction::forward, tables, kept, gates);
+    data.out = data_of<bfloat16>(outputs.y);
+    data.out_stride = outputs.y.stride[0];
+    const auto map = schedule::CounterMap::of(geometry.sizes);
+    data.counters = {at<unsigned long long>(workspace, scratch.local_counters), at<unsigned long long>(workspace, scratch.arrivals),
+                     at<unsigned long long>(workspace, scratch.router_scratch)};
+    auto& routed = data.groups[0];
+    routed.activated = at<bfloat16>(workspace, scratch.activated);
+    routed.pre_activation = keep ? at<bfloat16>(saved, kept.pre_activation) : nullptr;
+    routed.slots = at<bfloat16>(workspace, scratch.route_rows);
+    for (std::size_t s = 0; s < shared_count_; ++s) {
+      auto& group = data.groups[1 + s];
+      group.activated = at<bfloat16>(workspace, scratch.shared_activated[s]);
+      group.pre_activation = keep ? at<bfloat16>(saved, kept.shared_pre_activation[s]) : nullptr;
+      group.slots = at<bfloat16>(workspace, scratch.shared_rows[s]);
+    }
+
+    routing::DeviceRouteJob job;
+    job.config = config_.router;
+    job.num_experts = config_.num_experts;
+    job.top_k = config_.top_k;
+    job.tokens = facts.tokens;
+    job.num_sequences = inputs.num_sequences;
+    job.num_valid_tokens = data_of<std::int32_t>(inputs.num_valid_tokens);
+    if (facts.routes == RouteSource::logits) {
+      job.logits = floats_of(inputs.router_logits);
+      job.selection_bias = data_of<float>(inputs.selection_bias);
+    } else if (facts.routes == RouteSource::caller) {
+      job.caller_ids = inputs.topk_ids.data;
+      job.caller_ids_64 = inputs.topk_ids.dtype == DataType::int64;
+      job.caller_weights = data_of<float>(inputs.topk_weights);
+    }
+    job.gate_logits = floats_of(inputs.shared_gate_logits);
+    job.shared_experts = static_cast<std::int32_t>(shared_count_);
+    job.gated = gated_;
+    job.gates = gates;
+    job.topk_ids = at<std::int32_t>(tables, kept.topk_ids);
+    job.topk_weights = at<float>(tables, kept.topk_weights);
+    job.chosen_ids = at<std::int32_t>(tables, kept.chosen_ids);
+    job.counts = at<std::int64_t>(tables, kept.counts);
+    job.sizes = geometry.sizes;
+    job.layout = data.pass.layout;
+    job.out_ids = data_of<std::int32_t>(outputs.topk_ids);
+    job.out_weights = data_of<float>(outputs.topk_weights);
+    job.out_counts = data_of<std::int64_t>(outputs.expert_counts);
+    job.aux_loss = data_of<float>(outputs.aux_loss);
+    job.z_loss = data_of<float>(outputs.z_loss);
+    job.zero[0] = {data.counters.local, map.local_size};
+    job.zero[1] = {data.counters.arrivals, map.arrivals_size};
+    job.zero[2] = {data.counters.control, PassCounters::control_counters};
+    if (keep) {
+      job.zero[3] = {at<unsigned long long>(saved, extras.local_counters), map.local_size};
+      job.zero[4] = {at<unsigned long long>(saved, extras.arrivals), map.arrivals_size};
+      job.zero[5] = {at<unsigned long long>(saved, extras.control), PassCounters::control_counters};
+    }
+    job.scratch = at<std::byte>(workspace, scratch.router_scratch + control_bytes);
+    routing::device_route(job, stream);
+    executors::cuda::sm90_run_pass(data, plan_.options.workers, stream);
+  }
+
+  void backward(const CallFacts& facts, const Inputs& inputs, const void* const_saved, const OutputGradients& upstream,
+                const InputGradients& gradients, void* workspace, void* stream) const override {
+    check_error();
+    check_inputs_alignment(inputs);
+    check_rows(upstream.y, "gradient of y");
+    check_rows(gradients.x, "dx");
+    const Geometry geometry = plan_.geometry(facts.tokens, tile_);
+    const SavedBuffer kept = SavedBuffer::of(geometry, true);
+    const Extras extras = Extras::behind(kept.size, geometry);
+    const auto scratch = BackwardWorkspace::of(geometry, scratch_bytes(facts.tokens));
+    void* saved = const_cast<void*>(const_saved);  // only its counters are written, and left as they were
+    float* gates = inputs.shared_gate_logits.given() ? at<float>(saved, extras.gates) : nullptr;
+    PassData data = pass_data(geometry, inputs, Direction::backward, saved, kept, gates);
+    const bool runs = upstream.y.given();
+    auto* d_weights = at<float>(workspace, scratch.d_topk_weights);
+    auto* d_gates = at<float>(workspace, scratch.d_shared_gates);
+    if (runs) {
+      data.counters = {at<unsigned long long>(saved, extras.local_counters), at<unsigned long long>(saved, extras.arrivals),
+                       at<unsigned long long>(saved, extras.control)};
+      data.dy = data_of<bfloat16>(upstream.y);
+      data.dy_stride = upstream.y.stride[0];
+      data.out = data_of<bfloat16>(gradients.x);
+      data.out_stride = gradients.x.stride[0];
+      data.d_topk_weights = d_weights;
+      data.d_shared_gates = gates ? d_gates : nullptr;
+      place_backward(data, geometry, gradients, saved, kept, workspace, scratch);
+      executors::cuda::sm90_run_pass(data, plan_.options.workers, stream);
+    } else {
+      zero_gradients(gradients, stream);
+    }
+
+    routing::DeviceRouteGradientJob job;
+    job.config = config_.router;
+    job.num_experts = config_.num_experts;
+    job.top_k = config_.top_k;
+    job.tokens = facts.tokens;
+    job.num_sequences = inputs.num_sequences;
+    job.valid_tokens = data.pass.layout.valid_tokens;
+    job.logits = floats_of(inputs.router_logits);
+    job.topk_ids = data.topk_ids;
+    job.chosen_ids = kept.chosen_ids == absent ? data.topk_ids : at<std::int32_t>(saved, kept.chosen_ids);
+    job.counts = at<std::int64_t>(saved, kept.counts);
+    job.d_pass_weights = runs ? d_weights : nullptr;
+    job.d_given_weights = data_of<float>(upstream.topk_weights);
+    job.d_aux_loss = data_of<float>(upstream.aux_loss);
+    job.d_z_loss = data_of<float>(upstream.z_loss);
+    job.gates = gates;
+    job.d_gates = runs ? d_gates : nullptr;
+    job.shared_experts = static_cast<std::int32_t>(shared_count_);
+    job.gated = gated_;
+    job.d_logits = data_of<void>(gradients.router_logits);
+    job.d_logits_stride = gradients.router_logits.stride[0];
+    job.d_topk_weights = data_of<float>(gradients.topk_weights);
+    job.d_gate_logits = data_of<void>(gradients.shared_gate_logits);
+    job.d_gate_logits_bfloat16 = gradients.shared_gate_logits.dtype == DataType::bfloat16;
+    routing::device_route_gradient(job, stream);
+  }
+
+ private:
+  static constexpr std::uint64_t control_bytes = 256;  // at the start of the scratch memory
+
+  std::uint64_t scratch_bytes(std::int64_t tokens) const {
+    return control_bytes + routing::device_router_scratch_bytes(config_.router, config_.num_experts, config_.top_k, tokens);
+  }
+
+  // A pass that gave up has told so since the last call.
+  void check_error() const {
+    const volatile PassError& error = *error_;
+    if (error.stage < 0) return;
+    const std::string text = std::string("an earlier pass of this plan gave up waiting in stage ") +
+                             schedule::to_string(static_cast<schedule::Stage>(error.stage)) + ", expert " + std::to_string(error.expert) +
+                             ", row block " + std::to_string(error.row_block) + "; its results are incomplete";
+    throw Error(Status::timed_out, text);
+  }
+
+  void check_inputs_alignment(const Inputs& inputs) const {
+    check_rows(inputs.x, "x");
+    auto check_set = [](const auto& set, const std::string& prefix) {
+      check_rows(set.gate_up_proj, prefix + "gate_up_proj");
+      check_rows(set.gate_up_bias, prefix + "gate_up_bias");
+      check_rows(set.down_proj, prefix + "down_proj");
+      check_rows(set.down_bias, prefix + "down_bias");
+    };
+    check_set(inputs.weights, "");
+    for (std::size_t s = 0; s < inputs.weights.shared.size(); ++s) check_set(inputs.weights.shared[s], "shared[" + std::to_string(s) + "].");
+  }
+
+  // What both directions share.
+  PassData pass_data(const Geometry& geometry, const Inputs& inputs, Direction direction, void* tables, const SavedBuffer& kept,
+                     float* gates) const {
+    PassData data;
+    data.pass.sizes = geometry.sizes;
+    data.pass.sizes.direction = direction;
+    data.pass.layout = schedule::Layout::at(at<std::int64_t>(tables, kept.layout_header), at<std::int32_t>(tables, kept.row_route), 1,
+                                            geometry.local_experts);
+    data.error = error_;
+    data.activation = numerics::Activation(config_.activation);
+    data.weight_after_down = config_.weight_placement == WeightPlacement::after_down;
+    data.total_rows = geometry.rows();
+    data.x = data_of<bfloat16>(inputs.x);
+    data.x_stride = inputs.x.stride[0];
+    data.topk_ids = at<std::int32_t>(tables, kept.topk_ids);
+    data.topk_weights = at<float>(tables, kept.topk_weights);
+    data.shared_gates = gates;
+    auto set = [](ExpertGroup& group, const auto& weights, std::int32_t experts, std::int64_t width) {
+      group.experts = experts;
+      group.width = width;
+      group.gate_up_proj = data_of<bfloat16>(weights.gate_up_proj);
+      group.gate_up_bias = data_of<bfloat16>(weights.gate_up_bias);
+      group.down_proj = data_of<bfloat16>(weights.down_proj);
+      group.down_bias = data_of<bfloat16>(weights.down_bias);
+    };
+    set(data.groups[0], inputs.weights, geometry.local_experts, config_.intermediate_size);
+    for (std::size_t s = 0; s < shared_count_; ++s) {
+      set(data.groups[1 + s], inputs.weights.shared[s], 1, config_.shared_experts[s].intermediate_size);
+    }
+    return data;
+  }
+
+  void place_backward(PassData& data, const Geometry& geometry, const InputGradients& gradients, void* saved, const SavedBuffer& kept,
+                      void* workspace, const BackwardWorkspace& scratch) const {
+    auto& sizes = data.pass.sizes;
+    sizes.want_dx = gradients.x.given();
+    sizes.want_gate_up_wgrad = sizes.want_down_wgrad = sizes.want_gate_up_bias_grad = sizes.want_down_bias_grad = false;
+    auto target = [](const Gradient& gradient, const std::string& name, bool& wanted) {
+      GradientTarget t;
+      if (!gradient.tensor.given()) return t;
+      check_rows(gradient.tensor, name);
+      wanted = true;
+      t.data = gradient.tensor.data;
+      t.is_float = gradient.tensor.dtype == DataType::float32;
+      t.accumulate = gradient.accumulate;
+      return t;
+    };
+    auto set = [&](ExpertGroup& group, const auto& g) {
+      group.gate_up_grad = target(g.gate_up_proj, "d_gate_up_proj", sizes.want_gate_up_wgrad);
+      group.gate_up_bias_grad = target(g.gate_up_bias, "d_gate_up_bias", sizes.want_gate_up_bias_grad);
+      group.down_grad = target(g.down_proj, "d_down_proj", sizes.want_down_wgrad);
+      group.down_bias_grad = target(g.down_bias, "d_down_bias", sizes.want_down_bias_grad);
+    };
+    auto& routed = data.groups[0];
+    routed.pre_activation = geometry.recompute ? at<bfloat16>(workspace, scratch.pre_activation) : at<bfloat16>(saved, kept.pre_activation);
+    routed.activated = at<bfloat16>(workspace, scratch.activated);
+    routed.d_pre_activation = at<bfloat16>(workspace, scratch.d_pre_activation);
+    routed.slots = at<bfloat16>(workspace, scratch.route_rows);
+    routed.dprob = at<float>(workspace, scratch.route_dprob);
+    set(routed, gradients.weights);
+    for (std::size_t s = 0; s < shared_count_; ++s) {
+      auto& group = data.groups[1 + s];
+      group.pre_activation = geometry.recompute ? at<bfloat16>(workspace, scratch.shared_pre_activation[s])
+                                                : at<bfloat16>(saved, kept.shared_pre_activation[s]);
+      group.activated = at<bfloat16>(workspace, scratch.shared_activated[s]);
+      group.d_pre_activation = at<bfloat16>(workspace, scratch.shared_d_pre_activation[s]);
+      group.slots = at<bfloat16>(workspace, scratch.shared_rows[s]);
+      group.dprob = at<float>(workspace, scratch.shared_dprob[s]);
+      if (!gradients.weights.shared.empty()) set(group, gradients.weights.shared[s]);
+    }
+    const bool want_dz = sizes.want_dx || sizes.want_gate_up_wgrad || sizes.want_gate_up_bias_grad;
+    for (std::size_t i = 0; i <= shared_count_; ++i) {
+      auto& group = data.groups[i];
+      group.dprob_groups = static_cast<std::int32_t>(geometry.dprob_groups(group.width));
+      if (!want_dz) group.d_pre_activation = nullptr;
+      if (!sizes.want_down_wgrad) group.activated = nullptr;
+    }
+  }
+
+  void zero_gradients(const InputGradients& gradients, void* stream) const {
+    ZeroTensors zero{};
+    auto add_set = [&](const auto& set) {
+      zero.add(set.gate_up_proj);
+      zero.add(set.gate_up_bias);
+      zero.add(set.down_proj);
+      zero.add(set.down_bias);
+    };
+    zero.add(gradients.x);
+    add_set(gradients.weights);
+    for (const auto& shared : gradients.weights.shared) add_set(shared);
+    if (zero.count == 0) return;
+    zero_tensors<<<264, 512, 0, static_cast<cudaStream_t>(stream)>>>(zero);
+    check_cuda(cudaGetLastError(), "launch of the zero gradients");
+  }
+
+  const Plan::Impl& plan_;
+  const LayerConfig& config_;
+  const std::size_t shared_count_;
+  std::uint32_t gated_ = 0;
+  schedule::TileShape tile_;
+  PassError* error_ = nullptr;  // written by the GPU
+};
+
+}  // namespace
+
+std::unique_ptr<DeviceLayer> make_cuda_layer(const Plan::Impl& plan) { return std::make_unique<CudaLayer>(plan); }
+
+}  // namespace moelith::layer
