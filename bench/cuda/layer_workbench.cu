@@ -1,0 +1,152 @@
+// The whole layer on a GPU through its C++ interface: time of a forward and of a backward with their routing, of the
+// routing kernels alone (the same T, E and k with experts of no size), and of the host for a call.
+//
+// Build: as pass_workbench.cu, together with src/**/*.cpp and -DMOELITH_WITH_CUDA=1.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "moelith/layer.hpp"
+#include "numerics/bfloat16.hpp"
+
+using namespace moelith;
+
+namespace {
+
+void check(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  std::printf("FAILED %s: %s\n", what, cudaGetErrorString(status));
+  std::exit(1);
+}
+
+std::vector<void*> owned;
+
+__device__ float uniform(std::uint64_t n) {  // in (-1, 1)
+  n += 0x9e3779b97f4a7c15ull;
+  n = (n ^ (n >> 30)) * 0xbf58476d1ce4e5b9ull;
+  n = (n ^ (n >> 27)) * 0x94d049bb133111ebull;
+  n ^= n >> 31;
+  return (float(n >> 40) + 0.5f) * (2.0f / 16777216.0f) - 1.0f;
+}
+template <class T>
+__global__ void fill(T* p, std::int64_t count, float scale, std::uint64_t seed) {
+  for (std::int64_t i = blockIdx.x * std::int64_t(blockDim.x) + threadIdx.x; i < count; i += std::int64_t(gridDim.x) * blockDim.x) {
+    const float value = (uniform(seed + 2 * i) + uniform(seed + 2 * i + 1)) * 1.2f * scale;
+    if constexpr (sizeof(T) == 2) {
+      p[i] = numerics::to_bfloat16(value);
+    } else {
+      p[i] = value;
+    }
+  }
+}
+void* allocate(std::uint64_t bytes) {
+  void* p = nullptr;
+  check(cudaMalloc(&p, std::max<std::uint64_t>(bytes, 256)), "cudaMalloc");
+  owned.push_back(p);
+  return p;
+}
+TensorView tensor(DataType type, std::initializer_list<std::int64_t> shape, float scale = 0.0f, std::uint64_t seed = 0) {
+  TensorView view(nullptr, type, shape);
+  view.data = allocate(view.numel() * size_of(type));
+  if (type == DataType::bfloat16) {
+    fill<<<1024, 256>>>(static_cast<numerics::bfloat16*>(view.data), view.numel(), scale, seed << 40);
+  } else if (type == DataType::float32) {
+    fill<<<1024, 256>>>(static_cast<float*>(view.data), view.numel(), scale, seed << 40);
+  }
+  return view;
+}
+
+double median_ms(const std::function<void()>& f, int repeats) {
+  cudaEvent_t a, b;
+  cudaEventCreate(&a), cudaEventCreate(&b);
+  std::vector<float> times;
+  for (int i = 0; i < repeats + 2; ++i) {
+    cudaEventRecord(a);
+    f();
+    cudaEventRecord(b);
+    check(cudaEventSynchronize(b), "timing");
+    float ms;
+    cudaEventElapsedTime(&ms, a, b);
+    if (i >= 2) times.push_back(ms);
+  }
+  std::sort(times.begin(), times.end());
+  return times[times.size() / 2];
+}
+// Microseconds of the host a call; the device keeps up, or its queue takes them.
+double host_us(const std::function<void()>& f) {
+  std::vector<double> times;
+  for (int round = 0; round < 20; ++round) {
+    const auto begin = std::chrono::steady_clock::now();
+    for (int i = 0; i < 20; ++i) f();
+    times.push_back(std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count() / 20);
+    check(cudaDeviceSynchronize(), "host time");
+  }
+  std::sort(times.begin(), times.end());
+  return times[times.size() / 2];
+}
+
+struct BigArgument {
+  char bytes[2048];
+};
+__global__ void empty_kernel(const __grid_constant__ BigArgument) {}
+
+void measure(const std::string& name, std::int64_t hidden, std::int64_t width, int experts, int top_k, std::int64_t tokens) {
+  LayerConfig c;
+  c.hidden_size = hidden, c.intermediate_size = width, c.num_experts = experts, c.top_k = top_k;
+  PlanOptions options;
+  options.max_tokens = tokens, options.device = DeviceKind::cuda;
+  const Plan plan = Plan::create(c, options);
+  const DataType bf16 = DataType::bfloat16, f32 = DataType::float32;
+  Inputs in;
+  in.x = tensor(bf16, {tokens, hidden}, 1.0f, 1);
+  in.router_logits = tensor(f32, {tokens, experts}, 1.0f, 2);
+  in.weights.gate_up_proj = tensor(bf16, {experts, 2 * width, hidden}, 1.0f / std::sqrt(float(hidden)), 3);
+  in.weights.down_proj = tensor(bf16, {experts, hidden, width}, 1.0f / std::sqrt(float(width)), 4);
+  Outputs out;
+  out.y = tensor(bf16, {tokens, hidden});
+  OutputGradients up;
+  up.y = tensor(bf16, {tokens, hidden}, 1.0f, 5);
+  InputGradients grad;
+  grad.x = tensor(bf16, {tokens, hidden});
+  grad.router_logits = tensor(f32, {tokens, experts});
+  grad.weights.gate_up_proj.tensor = tensor(bf16, {experts, 2 * width, hidden});
+  grad.weights.down_proj.tensor = tensor(bf16, {experts, hidden, width});
+  const auto sizes = plan.buffer_sizes(tokens);
+  void *saved = allocate(sizes.saved), *workspace = allocate(sizes.workspace);
+  auto forward = [&] { plan.forward(in, out, saved, workspace); };
+  auto backward = [&] { plan.backward(in, saved, up, grad, workspace); };
+  const double f = median_ms(forward, 9), b = median_ms(backward, 9);
+  std::printf("%-24s forward %8.3f ms, backward %8.3f ms; host: forward %6.1f us, backward %6.1f us\n", name.c_str(), f, b,
+              tokens <= 512 ? host_us(forward) : 0.0, tokens <= 512 ? host_us(backward) : 0.0);
+  std::fflush(stdout);
+  check(cudaDeviceSynchronize(), name.c_str());
+  for (void* p : owned) cudaFree(p);
+  owned.clear();
+}
+
+}  // namespace
+
+int main() {
+  try {
+    measure("Qwen3-30B", 2048, 768, 128, 8, 16384);
+    measure("its routing", 8, 8, 128, 8, 16384);
+    measure("OLMoE", 2048, 1024, 64, 8, 16384);
+    measure("its routing", 8, 8, 64, 8, 16384);
+    measure("routing, 1024 experts", 8, 8, 1024, 8, 16384);
+    measure("small", 256, 128, 32, 4, 64);
+    const double launches = host_us([] {
+      for (int i = 0; i < 4; ++i) empty_kernel<<<1, 32>>>({});
+    });
+    std::printf("host: 4 launches of an empty kernel with 2 KiB of arguments %.1f us\n", launches);
+  } catch (const Error& error) {
+    std::printf("FAILED: %s\n", error.what());
+    return 1;
+  }
+}
