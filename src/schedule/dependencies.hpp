@@ -1,6 +1,6 @@
 // What a tile waits for and what it raises. Nothing else orders the work of a pass.
 //
-// Counters start every pass at 0 (the last worker of the pass that used them clears them). They lie in three arrays:
+// Counters lie in three arrays; those of the first two are 0 when a pass starts, which its executor sees to:
 //   local     raised by this rank's workers only;
 //   arrivals  of each rank, raised by every rank that wrote into it. Cleared by their owner at the end of a pass, which is
 //             safe: others raise them only for rows that they pulled from the owner in the next pass, after it began it;

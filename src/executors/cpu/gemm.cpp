@@ -75,7 +75,9 @@ bool available(InstructionSet set) {
 #if defined(__x86_64__)
   switch (set) {
     case InstructionSet::plain: return true;
-    case InstructionSet::avx2: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    case InstructionSet::avx2:  // with BMI, since row_kernels_v3.cpp is compiled for all of x86-64-v3
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
+             __builtin_cpu_supports("bmi2");
     case InstructionSet::avx512:
       return available(InstructionSet::avx2) && __builtin_cpu_supports("avx512f") &&
              __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");

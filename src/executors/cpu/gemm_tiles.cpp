@@ -65,8 +65,8 @@ struct GemmTile {
 
   void gate_up() {
     const RowRange rows = tile_rows(data.pass, tile);
-    const std::int64_t m = rows.size(), column = tile.column_block * std::int64_t(sizes.tile.columns);
-    const std::int64_t n = std::min<std::int64_t>(sizes.tile.columns, width - column);
+    const std::int64_t m = rows.size(), column = tile.column_block * std::int64_t(sizes.gate_up_columns());
+    const std::int64_t n = std::min<std::int64_t>(sizes.gate_up_columns(), width - column);
     const bool gated = sizes.gate_up_factor == 2;
     // Gate columns, then the up columns that belong to them.
     auto& weights = memory.pointers[1];
@@ -120,8 +120,8 @@ struct GemmTile {
 
   void down_dgrad() {
     const RowRange rows = tile_rows(data.pass, tile);
-    const std::int64_t m = rows.size(), column = tile.column_block * std::int64_t(sizes.tile.columns);
-    const std::int64_t n = std::min<std::int64_t>(sizes.tile.columns, width - column);
+    const std::int64_t m = rows.size(), column = tile.column_block * std::int64_t(sizes.down_dgrad_columns());
+    const std::int64_t n = std::min<std::int64_t>(sizes.down_dgrad_columns(), width - column);
     T* d_a = product(m, n);
     const Storage* const* dy = token_rows(rows, false, 0, 0);
     gemm(Matrix::gathered(along_k, dy), Matrix::strided(along_rows, slot.down_proj + column, width), m, n, hidden, d_a, n,
