@@ -664,7 +664,7 @@ RouterInputs<T> checked(const RouterSpec& spec, RouterInputs<T> inputs) {
   spec.validate();
   if (inputs.tokens < 0) refuse("tokens is " + std::to_string(inputs.tokens) + "; it must be at least 0");
   inputs.valid_tokens = std::clamp<std::int64_t>(inputs.valid_tokens, 0, inputs.tokens);
-  if (inputs.logits_stride < spec.num_experts)
+  if (inputs.tokens > 1 && inputs.logits_stride < spec.num_experts)
     refuse("row stride of router_logits is " + std::to_string(inputs.logits_stride) + "; it must be at least " +
            std::to_string(spec.num_experts));
   if (spec.config.aux_loss != AuxLossKind::sequence) {
@@ -792,7 +792,7 @@ void router_backward(const RouterSpec& spec, const RouterInputs<T>& given, const
   const RouterInputs<T> inputs = checked(spec, given);
   const RouterConfig& config = spec.config;
   const std::int32_t width = padded(spec.num_experts), k = spec.top_k;
-  if (gradients.d_logits_stride < spec.num_experts)
+  if (inputs.tokens > 1 && gradients.d_logits_stride < spec.num_experts)
     refuse("row stride of the gradient of router_logits is " + std::to_string(gradients.d_logits_stride) +
            "; it must be at least " + std::to_string(spec.num_experts));
   if (config.capacity_factor > 0 && inputs.tokens > 0 && !gradients.topk_ids)

@@ -53,7 +53,7 @@ template <class T>
 struct RouterInputs {
   const void* logits = nullptr;               // [tokens, E]
   DataType logits_dtype = DataType::float32;  // bfloat16 or float32 for T = float; float64 for T = double
-  std::int64_t logits_stride = 0;             // elements from row to row, >= E
+  std::int64_t logits_stride = 0;             // elements from row to row, >= E; any for at most one row
   std::int64_t tokens = 0;                    // T
   std::int64_t valid_tokens = 0;              // rows from here on are absent; clamped to [0, tokens]
   std::int64_t num_sequences = 1;             // AuxLossKind::sequence only; divides tokens
@@ -99,7 +99,7 @@ struct RouterGradients {
   const std::int64_t* counts = nullptr;  // [E]
   std::int64_t count_tokens = 0;
   void* d_logits = nullptr;          // [tokens, E] of inputs.logits_dtype, every element written
-  std::int64_t d_logits_stride = 0;  // elements from row to row, >= E
+  std::int64_t d_logits_stride = 0;  // elements from row to row, >= E; any for at most one row
 };
 
 // Scores are computed again from the logits. Right for weights of zero and below, too: nothing divides by a weight.

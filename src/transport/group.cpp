@@ -22,8 +22,10 @@ std::vector<Group> Group::threads(int ranks) {
 int Group::rank() const { return transport_->rank(); }
 int Group::size() const { return transport_->size(); }
 void Group::set_timeout(std::chrono::milliseconds limit) {
-  if (limit.count() <= 0) {
-    throw Error(Status::invalid_argument, "limit: got " + std::to_string(limit.count()) + " ms, accepted are positive times");
+  constexpr std::chrono::milliseconds longest = std::chrono::hours(24 * 365);  // a deadline's nanoseconds fit 63 bits
+  if (limit.count() <= 0 || limit > longest) {
+    throw Error(Status::invalid_argument, "limit: got " + std::to_string(limit.count()) + " ms, accepted are 1 to " +
+                                              std::to_string(longest.count()));
   }
   transport_->set_timeout(limit);
 }

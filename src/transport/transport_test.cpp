@@ -136,6 +136,7 @@ TEST(Group, RefusesWhatMakesNoSense) {
   EXPECT_EQ(Group::threads(1).size(), 1u);
   EXPECT_EQ(Group::threads(64).back().rank(), 63);
   EXPECT_THROW(Group::single().set_timeout(milliseconds(0)), Error);
+  EXPECT_THROW(Group::single().set_timeout(milliseconds::max()), Error);
 }
 
 // Through the layer: a plan that one rank never makes, and ranks whose configs differ.

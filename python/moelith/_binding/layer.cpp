@@ -95,6 +95,9 @@ void bind_layer(nb::module_& module) {
       .def(
           "set_timeout",
           [](Group& self, double seconds) {
+            if (!(seconds > 0 && seconds < 1e12)) {  // NaN too; the library knows the exact limits
+              throw Error(Status::invalid_argument, "seconds: got " + std::to_string(seconds) + ", accepted are 0.001 to a year");
+            }
             self.set_timeout(std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1e3)));
           },
           nb::arg("seconds"));
