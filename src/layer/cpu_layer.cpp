@@ -61,6 +61,7 @@ class CpuLayer final : public DeviceLayer {
       }
       const auto map = schedule::CounterMap::of(plan.geometry(plan.options.max_tokens, tile_).sizes);
       plan.transport().reserve(Window::of(config_, most).size, map.arrivals_size, map.flags_size);
+      window_layout_ = layout_number(windows_, map);
     }
   }
 
@@ -115,6 +116,7 @@ class CpuLayer final : public DeviceLayer {
       }
       data.route_rows = {at<Storage>(workspace, scratch.route_rows)};
     } else {
+      transport.lay_out(window_layout_);
       epoch = transport.begin_pass();
       table = transport.begin_table();
       open_windows(data, table);
@@ -343,6 +345,21 @@ class CpuLayer final : public DeviceLayer {
     }
   }
 
+  // Equal for plans whose windows and counters lie alike on every rank (FNV-1a over their places).
+  static std::uint64_t layout_number(const std::vector<Window>& windows, const schedule::CounterMap& map) {
+    std::uint64_t hash = 14695981039346656037ull;
+    auto add = [&hash](std::uint64_t value) { hash = (hash ^ value) * 1099511628211ull; };
+    for (const Window& w : windows) {
+      for (std::uint64_t place : {w.rows, w.route_rows, w.route_dprob, w.size}) add(place);
+      for (const auto& t : w.table) {
+        for (std::uint64_t place : {t.tokens, t.offsets, t.counts, t.routes, t.topk_ids, t.topk_weights}) add(place);
+      }
+    }
+    add(static_cast<std::uint64_t>(map.arrivals_size));
+    add(static_cast<std::uint64_t>(map.flags_size));
+    return hash | 1;
+  }
+
   std::int64_t* counts_of(std::int32_t rank, int table) const {
     return at<std::int64_t>(plan_.transport().memory(rank), windows_[rank].table[table].counts);
   }
@@ -439,6 +456,7 @@ class CpuLayer final : public DeviceLayer {
 
     std::uint64_t epoch = 0;
     if (several) {
+      plan_.transport().lay_out(window_layout_);
       epoch = plan_.transport().begin_pass();
       open_windows(data, 0);
       data.received_x = at<Storage>(saved, kept.received_x);
@@ -500,6 +518,7 @@ class CpuLayer final : public DeviceLayer {
   schedule::TileShape tile_;
   routing::RouterSpec router_;
   std::vector<Window> windows_;  // [R], several ranks only
+  std::uint64_t window_layout_ = 0;
 };
 
 }  // namespace

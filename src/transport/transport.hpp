@@ -38,6 +38,15 @@ class Transport {
   // Forward passes alternate between two routing tables: a rank may still read the last one of a rank that has gone on.
   int begin_table() { return table_ ^= 1; }
 
+  // Collective where it changes anything: a pass whose symmetric memory is laid out otherwise than that of the pass before
+  // begins only when every rank is done with that one. Among passes of one layout there is no need: a rank ends its pass
+  // after all its rows have been pulled and brought back, and tables alternate. `layout`: a number that stands for the
+  // layout, alike on all ranks, not 0.
+  void lay_out(std::uint64_t layout) {
+    if (layout_ != 0 && layout_ != layout) all_gather(0);
+    layout_ = layout;
+  }
+
   std::chrono::milliseconds timeout() const { return timeout_; }
   void set_timeout(std::chrono::milliseconds limit) { timeout_ = limit; }
 
@@ -54,6 +63,7 @@ class Transport {
   int rank_, size_;
   std::uint64_t epoch_ = 0;
   int table_ = 0;
+  std::uint64_t layout_ = 0;  // of the last pass
   std::chrono::milliseconds timeout_{60000};
 };
 
