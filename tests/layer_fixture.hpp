@@ -412,17 +412,16 @@ inline void expect_identical(const Results& a, const Results& b, const std::stri
   }
 }
 
-// Largest error over a tensor, of a row of y or dx, of a row of a weight gradient (which may be one token's small
-// derivative; a row that is wrong is off by about 1), and of a row of a routing gradient (a few numbers, each of which
-// may have cancelled to a hundredth of the terms that bfloat16 rounded).
+// Largest error over a tensor, of a row of y or dx relative to that row, and of a row of any other gradient relative to
+// the tensor's rows: one token's small derivative or a routing gradient may have cancelled (reference/compare.hpp).
 struct Tolerance {
-  double tensor, token_row, weight_row, routing_row;
+  double tensor, token_row, gradient_row;
 };
 inline Tolerance tolerance(DataType type) {
   switch (type) {
-    case DataType::bfloat16: return {1e-2, 1e-2, 0.5, 2.0};
-    case DataType::float32: return {1e-5, 1e-5, 2e-4, 2e-4};
-    default: return {1e-13, 1e-13, 2e-11, 2e-11};
+    case DataType::bfloat16: return {1e-2, 1e-2, 3e-2};
+    case DataType::float32: return {1e-5, 1e-5, 3e-5};
+    default: return {1e-13, 1e-13, 3e-13};
   }
 }
 
@@ -440,9 +439,9 @@ inline void expect_right(const Problem& p, const Results& results, const RunOpti
     if (found == results.end()) return;
     ASSERT_EQ(found->second.size(), reference.size()) << what << ": " << name;
     if (reference.empty()) return;
-    const auto error = reference::compare(found->second, reference, columns);
-    const bool of_weights = name.find("_proj") != std::string::npos || name.find("_bias") != std::string::npos;
-    const double row_limit = name == "y" || name == "dx" ? limit.token_row : of_weights ? limit.weight_row : limit.routing_row;
+    const bool of_tokens = name == "y" || name == "dx";
+    const auto error = reference::compare(found->second, reference, columns, of_tokens ? reference::row_floor : reference::scale_floor);
+    const double row_limit = of_tokens ? limit.token_row : limit.gradient_row;
     EXPECT_TRUE(error.rel_fro <= limit.tensor && error.worst_row <= row_limit) << what << ": " << name << ": error " << error.rel_fro << ", worst row "
                                      << error.worst_row_index << " " << error.worst_row << ", allowed " << limit.tensor
                                      << " and " << row_limit;

@@ -29,7 +29,7 @@ struct ScheduleOptions {
   LayerOptions layer;
   RunOptions run;
   int workers = 0;
-  std::int32_t tile_columns = 128, row_block = 128, group_blocks = schedule::TileShape{}.group_blocks;
+  std::int32_t tile_columns = 256, row_block = 128, group_blocks = schedule::TileShape{}.group_blocks;
   double gflops = 0, gigabytes = 0, overhead_us = -1;
   std::string picture;
 };

@@ -81,7 +81,7 @@ class Run {
         if (static_cast<int>(tile.stage) < schedule::stage_count) {
           finish(tile, worker);
           deadline = std::chrono::steady_clock::now() + transport_.timeout();
-        } else if (std::chrono::steady_clock::now() > deadline) {
+        } else if (pass_.sizes.ranks > 1 && std::chrono::steady_clock::now() > deadline) {
           time_out("any of the remaining tiles", Tile{schedule::Stage::combine, 0, 0, 0}, transport_.timeout());
         } else {
           std::this_thread::yield();
@@ -151,10 +151,13 @@ class Run {
     // Work of this rank is late because a worker waits for another rank: that one's limit shall run out first and name it.
     const auto limit = transport_.timeout() * (wait.array == CounterArray::local ? 2 : 1);
     const auto deadline = std::chrono::steady_clock::now() + limit;
+    // One rank waits for its own workers alone, each of which finishes its tile or ends the pass by an exception: no
+    // limit there, or a process that was stopped for a while (Ctrl-Z, a debugger) would fail when it goes on.
+    const bool limited = pass_.sizes.ranks > 1;
     while (!satisfied(wait)) {
       if (stop_.load(std::memory_order_acquire)) return false;
       if (transport_.failed()) transport_.require_usable();
-      if (std::chrono::steady_clock::now() > deadline) {
+      if (limited && std::chrono::steady_clock::now() > deadline) {
         const char* what = wait.array == CounterArray::local      ? "work of this rank"
                            : wait.array == CounterArray::arrivals ? "rows of other ranks"
                                                                   : "rank ";
