@@ -20,7 +20,7 @@ namespace moelith::schedule {
 namespace {
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr int routings = 300;
+constexpr int routings = 100;
 #else
 constexpr int routings = 2500;
 #endif
