@@ -19,6 +19,11 @@ def _canonical_json(instance, leave_out=()):
     return json.dumps(fields, sort_keys=True, separators=(",", ":"))
 
 
+def _check_field(name, value, accepted):
+    if not isinstance(value, accepted):
+        raise TypeError(f"{name}: {value!r}, a {type(value).__name__}; accepted: {accepted.__name__}")
+
+
 @dataclass(frozen=True)
 class Activation:
     """kind: swiglu, swiglu_clamped (GPT-OSS), geglu_erf, geglu_tanh, relu_squared (no gate: gate_up_proj has I rows)."""
@@ -73,7 +78,11 @@ class LayerConfig:
     router: Router = Router()
 
     def __post_init__(self):
+        _check_field("activation", self.activation, Activation)
+        _check_field("router", self.router, Router)
         object.__setattr__(self, "shared_experts", tuple(self.shared_experts))
+        for s, shared in enumerate(self.shared_experts):
+            _check_field(f"shared_experts[{s}]", shared, SharedExpert)
         object.__setattr__(self, "_key", _canonical_json(self))
         given = {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias}
         kinds = [kind for kind in _WEIGHT_KINDS if given.get(kind, True)]
@@ -137,6 +146,8 @@ class PlanOptions:
     shuffle_seed: int = 0
 
     def __post_init__(self):
+        if self.group is not None and not hasattr(self.group, "handle"):
+            raise TypeError(f"group: {self.group!r}, a {type(self.group).__name__}; accepted: Group, None")
         object.__setattr__(self, "expert_rank", tuple(self.expert_rank))
         plain = dataclasses.replace(self, group=None) if self.group is not None else self
         object.__setattr__(self, "_key", _canonical_json(plain, leave_out=("group",)))
@@ -152,9 +163,14 @@ class PlanOptions:
         return self._group_handle
 
 
-def _assign(native, fields):
+def assign(native, fields):
+    """Sets the fields of a C++ config; a TypeError names the field."""
     for name, value in fields.items():
-        setattr(native, name, value)
+        try:
+            setattr(native, name, value)
+        except TypeError:
+            accepted = type(getattr(native, name)).__name__
+            raise TypeError(f"{name}: {value!r}, a {type(value).__name__}; accepted: {accepted} in range") from None
     return native
 
 
@@ -164,7 +180,7 @@ def native_config(key: str, dtype: str):
     from moelith import _moelith
 
     fields = json.loads(key)
-    fields["activation"] = _assign(_moelith.ActivationConfig(), fields["activation"])
-    fields["router"] = _assign(_moelith.RouterConfig(), fields["router"])
-    fields["shared_experts"] = [_assign(_moelith.SharedExpertConfig(), shared) for shared in fields["shared_experts"]]
-    return _assign(_moelith.LayerConfig(), fields | {"dtype": dtype})
+    fields["activation"] = assign(_moelith.ActivationConfig(), fields["activation"])
+    fields["router"] = assign(_moelith.RouterConfig(), fields["router"])
+    fields["shared_experts"] = [assign(_moelith.SharedExpertConfig(), shared) for shared in fields["shared_experts"]]
+    return assign(_moelith.LayerConfig(), fields | {"dtype": dtype})

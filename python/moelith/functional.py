@@ -9,6 +9,7 @@ from typing import Mapping, NamedTuple, Optional, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from moelith import operators
 from moelith.config import Activation, LayerConfig, PlanOptions
@@ -71,13 +72,16 @@ def moe(
     num_valid_tokens    [1] int32 on x's device: tokens from it on count as absent (y = 0, dx = 0)
     num_sequences       for the sequence aux loss: the tokens are this many sequences of equal length
     options             how it is run
-    main_gradients      name of a weight ("gate_up_proj", "down_bias", "shared.0.down_proj", ...) -> a float32 tensor of
-                        its shape: backward adds the gradient to it, and the weight's .grad stays None
+    main_gradients      name of a weight ("gate_up_proj", "down_bias", "shared.0.down_proj", ...) -> a contiguous tensor
+                        of its shape, of the accumulator dtype: backward adds the gradient to it, and the weight's .grad
+                        stays None
 
     Differentiable by x, router_logits, topk_weights, shared_gate_logits and all weights; what needs no gradient gets
-    none, and a call without any keeps nothing. Raises ValueError for bad arguments, NotImplementedError for what this
-    build or device cannot do, TimeoutError where another rank did not come.
+    none, and a call without any keeps nothing. Raises ValueError or TypeError for bad arguments, NotImplementedError
+    for what this build or device cannot do, TimeoutError where another rank did not come.
     """
+    _check_type(x, "x", Tensor)
+    _check_type(config, "config", LayerConfig)
     if len(shared) != len(config.shared_experts):
         raise ValueError(f"shared: {len(shared)} experts given; config has {len(config.shared_experts)}")
     given = {"gate_up_proj": gate_up_proj, "gate_up_bias": gate_up_bias, "down_proj": down_proj, "down_bias": down_bias}
@@ -90,8 +94,8 @@ def moe(
     for name in config.weights:
         if given.get(name) is None:
             raise ValueError(f"{name}: None; config asks for it")
-    weights = [given[name] for name in config.weights]
-    main, mask = _main_gradients(main_gradients, config.weights, weights)
+    weights = {name: given[name] for name in config.weights}
+    main, mask = _main_gradients(main_gradients, weights)
 
     y, *routing = _forward(
         _rows_of(x, "x", config.hidden_size),
@@ -128,8 +132,25 @@ def _forward(
     main=(),
     main_mask=0,
 ):
-    """y, topk_ids, topk_weights, expert_counts, aux_loss, z_loss of x [T, H]."""
-    differentiable = (x, router_logits, topk_weights, shared_gate_logits, *weights)
+    """The members of a MoEOutput, of x [T, H]. weights: by name, in the order of LayerConfig.weights."""
+    _check_type(options, "options", PlanOptions)
+    _check_type(num_sequences, "num_sequences", (int, torch.SymInt))
+    named = {
+        "router_logits": router_logits,
+        "topk_ids": topk_ids,
+        "topk_weights": topk_weights,
+        "selection_bias": selection_bias,
+        "shared_gate_logits": shared_gate_logits,
+        "num_valid_tokens": num_valid_tokens,
+    }
+    named |= weights
+    for name, tensor in named.items():
+        if tensor is not None:
+            _check_type(tensor, name, Tensor)
+            if tensor.device != x.device:
+                raise ValueError(f"{name}: on {tensor.device}; accepted: {x.device}, where x is")
+    _refuse_forward_mode((x, *named.values()))
+    differentiable = (x, router_logits, topk_weights, shared_gate_logits, *weights.values())
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
     *results, _ = operators.moe(
         x,
@@ -139,7 +160,7 @@ def _forward(
         selection_bias,
         shared_gate_logits,
         num_valid_tokens,
-        weights,
+        list(weights.values()),
         list(main),
         main_mask,
         config_key,
@@ -176,6 +197,10 @@ def mlp(
     options: PlanOptions = _DEFAULT_OPTIONS,
 ) -> Tensor:
     """A dense MLP: the layer with one expert and no router. gate_up_proj [2I, H] (or [I, H]), down_proj [H, I]."""
+    _check_type(x, "x", Tensor)
+    _check_type(gate_up_proj, "gate_up_proj", Tensor)
+    _check_type(down_proj, "down_proj", Tensor)
+    _check_type(activation, "activation", Activation)
     if gate_up_proj.dim() != 2 or down_proj.dim() != 2:
         raise ValueError(
             f"gate_up_proj, down_proj: shapes {tuple(gate_up_proj.shape)}, {tuple(down_proj.shape)}; accepted: [2I, H] "
@@ -191,7 +216,8 @@ def mlp(
         gate_up_bias is not None,
         down_bias is not None,
     )
-    weights = [tensor[None] for tensor in (gate_up_proj, gate_up_bias, down_proj, down_bias) if tensor is not None]
+    given = {"gate_up_proj": gate_up_proj, "gate_up_bias": gate_up_bias, "down_proj": down_proj, "down_bias": down_bias}
+    weights = {name: tensor[None] for name, tensor in given.items() if tensor is not None}
     rows = _rows_of(x, "x", down_proj.shape[0])
     return _forward(rows, weights, key, options, num_valid_tokens=num_valid_tokens)[0].reshape(x.shape)
 
@@ -201,32 +227,55 @@ def update_selection_bias(bias: Tensor, expert_counts: Tensor, rate: float) -> N
 
     bias [E] float32 or float64; expert_counts [E] int64, summed over whatever batch and ranks it shall balance.
     """
+    _check_type(bias, "bias", Tensor)
+    _check_type(expert_counts, "expert_counts", Tensor)
+    if expert_counts.device != bias.device:
+        raise ValueError(f"expert_counts: on {expert_counts.device}; accepted: {bias.device}, where bias is")
     operators.update_selection_bias(bias, expert_counts, rate)
+
+
+def _check_type(value, name, accepted):
+    if not isinstance(value, accepted):
+        accepted = accepted[0] if isinstance(accepted, tuple) else accepted
+        raise TypeError(f"{name}: {type(value).__name__}; accepted: {accepted.__name__}")
+
+
+def _refuse_forward_mode(tensors):
+    """Without this, forward-mode differentiation would take the layer for a constant."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise NotImplementedError("forward-mode differentiation (jvp): accepted is reverse mode, backward()")
 
 
 def _rows_of(tensor, name, columns):
     """[..., columns] -> [T, columns]"""
     if tensor is None:
         return None
+    _check_type(tensor, name, Tensor)
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name}: layout {tensor.layout}; accepted: {torch.strided}")
     if tensor.dim() == 0 or tensor.shape[-1] != columns:
         raise ValueError(f"{name}: shape {tuple(tensor.shape)}; accepted: [..., {columns}]")
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, columns)
 
 
-def _main_gradients(main_gradients, names, weights):
+def _main_gradients(main_gradients, weights):
     if not main_gradients:
         return [], 0
     tensors, mask = [], 0
     for name in main_gradients:
-        if name not in names:
-            raise ValueError(f"main_gradients: '{name}'; accepted: {', '.join(names)}")
-    for i, name in enumerate(names):
+        if name not in weights:
+            raise ValueError(f"main_gradients: '{name}'; accepted: {', '.join(weights)}")
+    for i, (name, weight) in enumerate(weights.items()):
         if name in main_gradients:
             tensor = main_gradients[name]
-            if tensor.dtype != torch.float32 or tensor.shape != weights[i].shape:
+            _check_type(tensor, f"main_gradients['{name}']", Tensor)
+            dtype, shape, device = accumulator_dtype(weight.dtype), tuple(weight.shape), weight.device
+            if tensor.dtype != dtype or tensor.shape != shape or tensor.device != device or not tensor.is_contiguous():
                 raise ValueError(
-                    f"main_gradients['{name}']: {tensor.dtype}, shape {tuple(tensor.shape)}; accepted: torch.float32, "
-                    f"shape {tuple(weights[i].shape)}"
+                    f"main_gradients['{name}']: {tensor.dtype}, shape {tuple(tensor.shape)} with strides "
+                    f"{tensor.stride()}, on {tensor.device}; accepted: {dtype}, shape {shape}, contiguous, on {device}"
                 )
             tensors.append(tensor)
             mask |= 1 << i

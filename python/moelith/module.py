@@ -49,8 +49,8 @@ class MoE(nn.Module):
                                                             in a float64 layer) whatever dtype the module is moved to
 
     router_dtype: the router's product runs in this dtype (DeepSeek-V3: float32); None: in that of its input.
-    main_gradients: backward adds the gradients of the experts' weights (routed and shared) to the float32 tensors that
-    the caller has put at `parameter.main_grad`, as Megatron-Core does, and leaves `parameter.grad` at None. Parameters
+    main_gradients: backward adds the gradients of the experts' weights (routed and shared) to the float32 tensors
+    (float64 in a float64 layer) that the caller has put at `parameter.main_grad`, as Megatron-Core does, and leaves `parameter.grad` at None. Parameters
     without that attribute get their .grad as usual. A parameter with an attribute `grad_added_to_main_grad` (set by
     Megatron-Core's data parallelism) gets it set to True, and zeros as its .grad, which trigger its hooks.
     """
@@ -130,7 +130,8 @@ class MoE(nn.Module):
         routed = functional.SharedWeights(self.gate_up_proj, self.down_proj, self.gate_up_bias, self.down_bias)
         shared = [expert.weights() for expert in self.shared_experts]
         main_gradients = self._main_gradients(routed, shared) if self.main_gradients else None
-        if torch.is_autocast_enabled(x.device.type):  # as for the linear layers around this one
+        # As for the linear layers around this one; autocast leaves float64 as it is.
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(x.device.type)
             x = x.to(dtype)
             routed = _cast(routed, dtype)
@@ -204,6 +205,9 @@ class MoE(nn.Module):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, errors
         )
         errors[before:] = [error + self._layout_hint(state_dict, prefix, error) for error in errors[before:]]
+        accumulator = functional.accumulator_dtype(self.gate_up_proj.dtype)
+        if self.selection_bias is not None and self.selection_bias.dtype != accumulator:  # with assign=True
+            self.selection_bias = self.selection_bias.to(accumulator)
         foreign = _foreign_layout(key[len(prefix) :] for key in state_dict if key.startswith(prefix))
         if foreign and any(key.startswith(prefix) for key in missing_keys):
             # Also where the caller is not strict: the layer would keep its random weights.

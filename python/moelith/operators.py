@@ -59,6 +59,8 @@ def _fill_weights(target, shared_type, config, tensors, convert):
 
 def _prepared(tensors):
     """The inputs by name, copied where their layout is none that the library takes; weights are never copied."""
+    # PyTorch resolves a lazy negation (the imaginary part of a conjugate has it) in arguments, but not in lists of them.
+    tensors = (tensor if tensor is None else tensor.resolve_neg() for tensor in tensors)
     named = dict(zip(_TENSOR_INPUTS, tensors, strict=True))
     named["x"] = _rows(named["x"])
     return {name: tensor if tensor is None or name == "x" else tensor.contiguous() for name, tensor in named.items()}
@@ -227,7 +229,20 @@ def _backward(ctx, grad_y, _ids, grad_topk_weights, _counts, grad_aux_loss, grad
     of_weights = [next(remaining) if want else None for want in wanted[len(_DIFFERENTIABLE) :]]
     for i in accumulate:
         of_weights[i] = _placeholder_of_main_gradient(weights[i])
+    if torch.is_grad_enabled():  # create_graph
+        of_tensors, of_weights = _not_differentiable_again(of_tensors, of_weights)
     return (*of_tensors.values(), of_weights, [None] * len(ctx.main_gradients)) + (None,) * 6
+
+
+def _not_differentiable_again(of_tensors, of_weights):
+    """The gradients, which raise when they are differentiated; without this they would count as constants."""
+    given = [gradient for gradient in (*of_tensors.values(), *of_weights) if gradient is not None]
+    message = "moelith: second derivatives of the layer are asked for; no autograd formula for them"
+    guard = torch._C._functions.DelayedError(message.encode(), len(given))
+    guarded = guard(*(gradient.detach().requires_grad_() for gradient in given))
+    remaining = iter(guarded if isinstance(guarded, (tuple, list)) else (guarded,))
+    of_tensors = {name: None if gradient is None else next(remaining) for name, gradient in of_tensors.items()}
+    return of_tensors, [None if gradient is None else next(remaining) for gradient in of_weights]
 
 
 def _placeholder_of_main_gradient(weight):
@@ -272,7 +287,7 @@ def _run_backward(
         saved = aligned_empty(saved.numel(), saved.device).copy_(saved)
 
     output_gradients = _moelith.OutputGradients()
-    upstream = {name: _rows(tensor) for name, tensor in zip(_UPSTREAM, upstream) if tensor is not None}
+    upstream = {name: _rows(tensor.resolve_neg()) for name, tensor in zip(_UPSTREAM, upstream) if tensor is not None}
     for name, tensor in upstream.items():
         setattr(output_gradients, name, view(tensor, f"gradient of {name}"))
 

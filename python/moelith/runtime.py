@@ -2,13 +2,14 @@
 
 import itertools
 import json
+import os
 import threading
 import weakref
 
 import torch
 
 from moelith import _moelith
-from moelith.config import native_config
+from moelith.config import assign, native_config
 
 _DTYPES = {
     torch.float64: _moelith.DataType.float64,
@@ -87,6 +88,12 @@ class Group:
             raise ValueError("group: the expert-parallel group of this call no longer exists; keep its Group alive")
         return group
 
+    def __deepcopy__(self, _memo):
+        return self  # a copy of a layer belongs to the same group
+
+    def __reduce__(self):
+        raise TypeError(f"{self!r} is a connection between ranks of this run; it cannot be pickled")
+
     @property
     def rank(self) -> int:
         return self._native.rank
@@ -125,9 +132,7 @@ class Group:
         if dtype not in _DTYPES:
             raise ValueError(f"x: dtype {dtype_name(dtype)}; accepted: float64, float32, bfloat16")
         native = _moelith.PlanOptions()
-        for name, value in fields.items():
-            setattr(native, name, value)
-        native.max_tokens = capacity if given is None else given
+        assign(native, fields | {"max_tokens": capacity if given is None else given})
         native.device = device_type
         native.group = self._native
         plan = _moelith.Plan.create(native_config(config_key, dtype_name(dtype)), native)
@@ -150,3 +155,26 @@ class Group:
         """Gives the scratch memory back; the next pass allocates it anew."""
         with self.lock:
             self._workspaces.clear()
+
+
+class _Fork:
+    """Keeps a fork apart from passes of other threads: the child, which has not these threads, would wait for them."""
+
+    held = []
+
+    @classmethod
+    def before(cls):
+        Group._single_lock.acquire()
+        single = Group._single
+        # Not for ever: a signal handler may fork in the midst of a pass.
+        cls.held = [single.lock] if single is not None and single.lock.acquire(timeout=10) else []
+
+    @classmethod
+    def after(cls):
+        for lock in cls.held:
+            lock.release()
+        cls.held = []
+        Group._single_lock.release()
+
+
+os.register_at_fork(before=_Fork.before, after_in_parent=_Fork.after, after_in_child=_Fork.after)

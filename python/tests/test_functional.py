@@ -1,7 +1,10 @@
 """moelith.functional against the layer in plain PyTorch, and the behaviour of the operators under autograd."""
 
 import dataclasses
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -372,6 +375,30 @@ def test_second_derivatives_are_refused():
     (dx,) = torch.autograd.grad(run(tensors, BASE).y.sum(), tensors["x"], create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         dx.sum().backward()
+    for name, tensor in leaves(tensors).items():  # with constant weights too
+        tensor.requires_grad_(name == "x")
+    (dx,) = torch.autograd.grad(run(tensors, BASE).y.sum(), tensors["x"], create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        (dx.sum() + tensors["x"].sum()).backward()
+
+
+def test_forward_mode_is_refused():
+    tensors = tensors_of(BASE, 8)
+    x = tensors["x"].detach()
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(lambda x: run(tensors | {"x": x}, BASE).y, (x,), (x,))
+
+
+def test_lazily_negated_tensors():
+    tensors = tensors_of(BASE, 8)
+    upstream = upstream_of(run(tensors, BASE))
+    for name in ("x", "router_logits", "gate_up_proj"):
+        plain = tensors | {name: (-tensors[name]).detach().requires_grad_()}
+        negated = tensors | {name: torch._neg_view(tensors[name].detach()).requires_grad_()}
+        assert negated[name].is_neg()
+        wanted = gradients(run(plain, BASE), plain, upstream)
+        actual = gradients(run(negated, BASE), negated, [torch._neg_view(-tensor) for tensor in upstream])
+        assert all(torch.equal(actual[key], wanted[key]) for key in wanted), name
 
 
 def test_A2_sequence_loss_of_micro_batches_adds_up():
@@ -422,6 +449,14 @@ def test_G3_main_gradients_accumulate_in_float32(dtype):
         assert tensors[name].grad is None
         assert error(actual, 1 + 2 * expected) < (1e-5 if dtype == torch.float32 else 1e-2), name
     assert tensors["x"].grad.norm() > 0
+
+
+def test_main_gradients_of_a_float64_layer():
+    tensors = tensors_of(BASE, 8)
+    wanted = gradients(run(tensors, BASE), tensors)["down_proj"]
+    main = torch.ones_like(wanted)
+    actual = gradients(run(tensors, BASE, main_gradients={"down_proj": main}), tensors)
+    assert actual["down_proj"] is None and error(main, 1 + wanted) < 1e-14
 
 
 def test_main_gradients_of_some_weights():
@@ -538,6 +573,7 @@ def bad(name, pattern, config=BASE, exception=ValueError, **arguments):
         bad("valid tokens", "num_valid_tokens.*13.*12", num_valid_tokens=torch.tensor([13], dtype=torch.int32)),
         bad("dtype of valid tokens", "num_valid_tokens", num_valid_tokens=torch.tensor([3])),
         bad("sequences", "num_sequences.*5", num_sequences=5),
+        bad("type of top_k", "top_k: 2.5, a float.*int", config=dataclasses.replace(BASE, top_k=2.5), exception=TypeError),
         bad("top_k", "top_k.*7", config=dataclasses.replace(BASE, top_k=7)),
         bad("hidden size", "hidden_size.*12", config=dataclasses.replace(BASE, hidden_size=12), x=torch.zeros(12, 12)),
         bad("router", "kind.*sofmax.*softmax_topk", config=with_router(kind="sofmax")),
@@ -546,6 +582,22 @@ def bad(name, pattern, config=BASE, exception=ValueError, **arguments):
         bad("workers", "workers.*-1", options=PlanOptions(workers=-1)),
         bad("main gradient name", "main_gradients: 'x'", main_gradients={"x": torch.zeros(1)}),
         bad("main gradient shape", r"main_gradients\['down_proj'\]", main_gradients={"down_proj": torch.zeros(1)}),
+        bad("main gradient dtype", "float32.*float64", main_gradients={"down_proj": torch.zeros(6, 16, 24)}),
+        bad(
+            "strides of main gradient",
+            "strides.*contiguous",
+            main_gradients={"down_proj": torch.zeros(6, 24, 16, dtype=torch.float64).mT},
+        ),
+        bad("no main gradient", "down_proj.*NoneType", exception=TypeError, main_gradients={"down_proj": None}),
+        bad("device", "gate_up_proj: on meta.*cpu", gate_up_proj=torch.zeros(6, 48, 16, device="meta")),
+        bad("device of valid tokens", "num_valid_tokens: on meta", num_valid_tokens=torch.zeros(1, device="meta")),
+        bad("sparse x", "x: layout torch.sparse_coo", x=torch.zeros(12, 16).to_sparse()),
+        bad("list for x", "x: list.*Tensor", exception=TypeError, x=[[0.0] * 16]),
+        bad("number of valid tokens", "num_valid_tokens: int.*Tensor", exception=TypeError, num_valid_tokens=3),
+        bad("type of sequences", "num_sequences: float.*int", exception=TypeError, num_sequences=2.0),
+        bad("type of options", "options: NoneType.*PlanOptions", exception=TypeError, options=None),
+        bad("type of workers", "workers: '2'.*int", exception=TypeError, options=PlanOptions(workers="2")),
+        bad("type of config", "config: dict.*LayerConfig", config={}, exception=TypeError),
     ],
 )
 def test_bad_arguments(config, arguments, exception, pattern):
@@ -595,3 +647,32 @@ def test_update_selection_bias():
     assert bias.tolist() == [-0.5, 0.5, 0.0, 0.0]
     with pytest.raises(ValueError, match="counts"):
         MF.update_selection_bias(bias, torch.tensor([1.0] * 4), 0.5)
+    with pytest.raises(ValueError, match="expert_counts: on meta.*cpu"):
+        MF.update_selection_bias(bias, torch.zeros(4, dtype=torch.int64, device="meta"), 0.5)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_fork_in_the_midst_of_another_thread_s_pass():
+    code = """
+import os, sys, threading, time, torch
+sys.path.insert(0, sys.argv[1])
+from layer_cases import BASE, tensors_of
+from moelith import functional as MF
+tensors = tensors_of(BASE, 300)
+stop = threading.Event()
+def passes():
+    while not stop.is_set():
+        MF.moe(config=BASE, **tensors)
+thread = threading.Thread(target=passes)
+thread.start()
+for _ in range(3):
+    time.sleep(0.02)
+    child = os.fork()
+    if child == 0:
+        MF.moe(config=BASE, **tensors)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+stop.set()
+thread.join()
+"""
+    subprocess.run([sys.executable, "-c", code, os.path.dirname(__file__)], check=True, timeout=120)

@@ -144,6 +144,8 @@ def test_selection_bias_keeps_its_dtype():
     assert layer.selection_bias.dtype == torch.float64 and torch.equal(layer.selection_bias.float(), exact)
     assert layer(torch.randn(3, 16, dtype=torch.float64)).dtype == torch.float64
     assert MoE(DEEPSEEK, dtype=torch.bfloat16).selection_bias.dtype == torch.float32
+    layer.load_state_dict({name: tensor.bfloat16() for name, tensor in layer.state_dict().items()}, assign=True)
+    assert layer.gate_up_proj.dtype == torch.bfloat16 and layer.selection_bias.dtype == torch.float32
 
 
 def test_update_of_the_selection_bias_balances():
@@ -261,6 +263,8 @@ def test_autocast():
     y.float().sum().backward()
     assert all(parameter.grad.dtype == torch.float32 for parameter in layer.parameters())
     assert error(y, layer(x)) < 0.1
+    with torch.autocast("cpu", torch.bfloat16):  # which leaves float64 as it is
+        assert layer.double()(x.double()).dtype == torch.float64
 
 
 def test_copies_and_pickles():
@@ -271,6 +275,13 @@ def test_copies_and_pickles():
     assert pickle.loads(pickle.dumps(DEEPSEEK)) == DEEPSEEK
     assert moelith.LayerConfig.from_key(DEEPSEEK.key) == DEEPSEEK
     assert len({DEEPSEEK, dataclasses.replace(DEEPSEEK), BASE}) == 2
+
+
+def test_copies_belong_to_the_same_group():
+    layer = MoE(BASE, options=PlanOptions(group=moelith.Group.threads(2)[0], max_tokens=8))
+    assert copy.deepcopy(layer).options.group is layer.options.group
+    with pytest.raises(TypeError, match="Group.*cannot be pickled"):
+        pickle.dumps(layer)
 
 
 def test_meta_device():
@@ -287,6 +298,11 @@ def test_bad_configs_are_refused_when_the_layer_is_made():
         MoE(dataclasses.replace(BASE, hidden_size=12))
     with pytest.raises(ValueError, match="aux_loss.*sequnce.*sequence"):
         MoE(with_router(aux_loss="sequnce"))
+    for fields in ({"activation": "swiglu"}, {"router": "sigmoid"}, {"shared_experts": [16]}, {"gate_up_bias": 1}):
+        with pytest.raises(TypeError, match=f"{next(iter(fields))}.*accepted"):
+            MoE(dataclasses.replace(BASE, **fields))
+    with pytest.raises(TypeError, match="group: 3.*Group"):
+        PlanOptions(group=3)
 
 
 def test_package_without_pytorch():
