@@ -1,63 +1,11 @@
 // The layer on a GPU through its C++ interface: right against the fp64 reference, the same bits however it is run, and
-// nothing but kernels in a call. All buffers are managed memory, so the fixture of the CPU's tests sees them too.
-#include <cuda_runtime.h>
-
-#include <stdexcept>
-
-#include "tests/layer_fixture.hpp"
+// nothing but kernels in a call.
+#include "tests/layer_fixture_gpu.cuh"
 
 namespace moelith {
 namespace {
 
 using namespace test;
-
-void check(cudaError_t status) {
-  if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
-}
-
-// All buffers of a run, one behind the other: the next run of equal sizes has them at the same addresses.
-class Arena {
- public:
-  Arena() {
-    check(cudaMallocManaged(&base_, size));
-    memory().allocate = [this](std::size_t bytes) {
-      std::byte* here = base_ + used_;
-      used_ += (bytes + 255) / 256 * 256;
-      if (used_ > size) throw std::runtime_error("the arena is full");
-      return here;
-    };
-    memory().release = [](void*) {};
-    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  }
-  void reset() { used_ = 0; }
-
-  cudaStream_t stream = nullptr;
-
- private:
-  static constexpr std::size_t size = std::size_t(1) << 30;
-  std::byte* base_ = nullptr;
-  std::size_t used_ = 0;
-};
-Arena& arena() {
-  static Arena* instance = new Arena;
-  return *instance;
-}
-
-RunOptions on_gpu() {
-  RunOptions options;
-  options.device = DeviceKind::cuda;
-  options.workers = 0;
-  options.stream = arena().stream;
-  options.launch = [](const std::function<void()>& pass) {
-    pass();
-    check(cudaStreamSynchronize(arena().stream));
-  };
-  return options;
-}
-Results run_gpu(const Problem& p, const RunOptions& options = on_gpu()) {
-  arena().reset();
-  return run(p, options);
-}
 
 std::vector<double> ones(std::size_t count, double value) { return std::vector<double>(count, value); }
 
@@ -303,28 +251,6 @@ TEST(CudaLayer, FrozenTensorsChangeNothingElse) {
   }
 }
 
-// Each pass of a run as a captured graph.
-struct Captured {
-  std::vector<cudaGraph_t> graphs;
-  std::vector<cudaGraphExec_t> executables;
-};
-RunOptions capturing(Captured& captured) {
-  RunOptions options = on_gpu();
-  options.launch = [&captured](const std::function<void()>& pass) {
-    cudaGraph_t graph;
-    cudaGraphExec_t executable;
-    check(cudaStreamBeginCapture(arena().stream, cudaStreamCaptureModeThreadLocal));
-    pass();
-    check(cudaStreamEndCapture(arena().stream, &graph));
-    check(cudaGraphInstantiate(&executable, graph, 0));
-    captured.graphs.push_back(graph);
-    captured.executables.push_back(executable);
-    check(cudaGraphLaunch(executable, arena().stream));
-    check(cudaStreamSynchronize(arena().stream));
-  };
-  return options;
-}
-
 TEST(CudaLayer, GraphsReplayWithOtherInputs) {
   Random random(37);
   for (int n = 0; n < 6; ++n) {
@@ -346,13 +272,7 @@ TEST(CudaLayer, GraphsReplayWithOtherInputs) {
     expect_identical(run_gpu(first, capturing(captured)), run_gpu(first), "captured");
     ASSERT_EQ(captured.graphs.size(), 2u);
     for (const Problem* p : {&second, &third, &fourth, &first}) {
-      std::size_t next = 0;
-      RunOptions replay = on_gpu();
-      replay.launch = [&](const std::function<void()>&) {
-        check(cudaGraphLaunch(captured.executables[next++], arena().stream));
-        check(cudaStreamSynchronize(arena().stream));
-      };
-      const Results replayed = run_gpu(*p, replay);
+      const Results replayed = run_gpu(*p, replaying(captured));
       expect_identical(replayed, run_gpu(*p), "replayed");
     }
     // What a call consists of: kernels, and few of them.
