@@ -16,7 +16,9 @@ namespace {
 using numerics::bfloat16;
 
 constexpr unsigned all_lanes = ~0u;
-constexpr int row_warps = 4, row_threads = 32 * row_warps;  // of the kernels that go through rows of logits
+// Of the kernels that go through rows of logits: as many warps as their shared memory allows.
+template <int PerLane>
+constexpr int row_warps_of = PerLane <= 4 ? 16 : (PerLane <= 8 ? 8 : 4);
 constexpr std::int32_t no_key = OrderKey<float>::excluded;
 
 // Where things lie in the scratch memory of forward.
@@ -286,7 +288,8 @@ __host__ __device__ Units units_of(const RouterConfig& config, std::int64_t toke
 
 // A block a unit: ids and weights of its tokens, and what it adds to counts and losses.
 template <int PerLane>
-__global__ void __launch_bounds__(row_threads) choose_experts(const __grid_constant__ DeviceRouteJob job, const Scratch scratch) {
+__global__ void __launch_bounds__(32 * row_warps_of<PerLane>) choose_experts(const __grid_constant__ DeviceRouteJob job, const Scratch scratch) {
+  constexpr int row_warps = row_warps_of<PerLane>, row_threads = 32 * row_warps;
   __shared__ WarpMemory<PerLane> memory[row_warps];
   __shared__ std::int32_t counts[32 * PerLane], total_counts[32 * PerLane];
   __shared__ double reduction[32];
@@ -497,7 +500,18 @@ __global__ void __launch_bounds__(layout_threads) lay_out(const __grid_constant_
   if (thread == 0) {
     *layout.valid_tokens = valid;
     layout.tokens_of_rank[0] = job.tokens;
-    schedule::fill_layout(job.sizes, layout, num_experts, memory.layout.expert_rank, [&](std::int32_t, std::int32_t i) { return kept[i]; });
+    auto fill = [&](const schedule::Sizes& sizes) {
+      schedule::fill_layout(sizes, layout, num_experts, memory.layout.expert_rank, [&](std::int32_t, std::int32_t i) { return kept[i]; });
+    };
+    // One thread does it, so it counts that constants make the divisions and the loops over ranks go away.
+    schedule::Sizes sizes = job.sizes;
+    sizes.ranks = 1, sizes.rank = 0;
+    if (sizes.tile.row_block == 128) {
+      sizes.tile.row_block = 128;
+      fill(sizes);
+    } else {
+      fill(sizes);
+    }
     job.counts[num_experts] = valid;
   }
   if (thread == 32 && capacity > 0) {
@@ -690,7 +704,8 @@ __device__ void gradient_row(const DeviceRouteGradientJob& job, std::int64_t t, 
 }
 
 template <int PerLane>
-__global__ void __launch_bounds__(row_threads) route_gradient(const __grid_constant__ DeviceRouteGradientJob job) {
+__global__ void __launch_bounds__(32 * row_warps_of<PerLane>) route_gradient(const __grid_constant__ DeviceRouteGradientJob job) {
+  constexpr int row_warps = row_warps_of<PerLane>, row_threads = 32 * row_warps;
   __shared__ float rows[row_warps][32 * PerLane], slopes[32 * PerLane];
   __shared__ std::int32_t counts[32 * PerLane];
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, k = job.top_k;
@@ -796,7 +811,7 @@ void device_route(const DeviceRouteJob& job, void* stream) {
   const auto units = static_cast<unsigned>(units_of(job.config, job.tokens, job.num_sequences).count);
   const bool drops = job.config.capacity_factor > 0 && job.tokens > 0;
   const std::int64_t capacity = drops ? expert_capacity(job.config.capacity_factor, job.tokens, job.top_k, job.num_experts) : 0;
-  with_row(job.num_experts, [&]<int PerLane>() { choose_experts<PerLane><<<units > 0 ? units : 1, row_threads, 0, s>>>(job, scratch); });
+  with_row(job.num_experts, [&]<int PerLane>() { choose_experts<PerLane><<<units > 0 ? units : 1, 32 * row_warps_of<PerLane>, 0, s>>>(job, scratch); });
   check_launch("launch of the router");
   lay_out<<<1, layout_threads, 0, s>>>(job, scratch, capacity);
   check_launch("launch of the layout");
@@ -812,7 +827,7 @@ void device_route_gradient(const DeviceRouteGradientJob& job, void* stream) {
   const auto s = static_cast<cudaStream_t>(stream);
   const auto units = static_cast<unsigned>(units_of(job.config, job.tokens, job.num_sequences).count);
   if (units == 0 || (!job.d_logits && !job.d_topk_weights && !job.d_gate_logits)) return;
-  with_row(job.num_experts, [&]<int PerLane>() { route_gradient<PerLane><<<units, row_threads, 0, s>>>(job); });
+  with_row(job.num_experts, [&]<int PerLane>() { route_gradient<PerLane><<<units, 32 * row_warps_of<PerLane>, 0, s>>>(job); });
   check_launch("launch of the router's gradient");
 }
 

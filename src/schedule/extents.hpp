@@ -151,7 +151,7 @@ struct Pass {
 // Row blocks of `row_block` rows, counted from `expert_begin`, that hold at least one row of [begin, end).
 MOELITH_HD constexpr std::int64_t blocks_touching(std::int64_t expert_begin, std::int64_t begin, std::int64_t end,
                                                   std::int64_t row_block) {
-  return begin == end ? 0 : (end - 1 - expert_begin) / row_block - (begin - expert_begin) / row_block + 1;
+  return begin == end ? 0 : quotient(end - 1 - expert_begin, row_block) - quotient(begin - expert_begin, row_block) + 1;
 }
 
 // Fills everything of a Layout but valid_tokens, tokens_of_rank (inputs here) and row_route.
