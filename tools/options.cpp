@@ -148,6 +148,9 @@ PlanOptions plan_options(const RunOptions& options, std::int64_t tokens) {
   PlanOptions made;
   made.max_tokens = tokens;
   made.device = device_kind(options.device);
+  if (made.device == DeviceKind::cuda) {
+    throw Error(Status::unsupported, "device cuda: this command keeps its tensors in the host's memory; accepted is cpu");
+  }
   made.workers = options.threads;
   made.recompute = options.recompute;
   return made;
