@@ -32,17 +32,17 @@ void check(const TensorView& view, const std::string& name, std::initializer_lis
     int i = 0;
     for (std::int64_t extent : shape) shape_fits &= view.shape[i++] == extent;
   }
-  const std::string accepted = list_of(types) + shape_text(shape);
-  if (!view.given()) refuse(name, "nothing", accepted);
-  if (!type_fits || !shape_fits) refuse(name, describe(view), accepted);
+  const auto accepted = [&] { return list_of(types) + shape_text(shape); };  // text only where something is wrong
+  if (!view.given()) refuse(name, "nothing", accepted());
+  if (!type_fits || !shape_fits) refuse(name, describe(view), accepted());
   if (view.numel() == 0) return;
   if (rows_may_be_strided) {
     const bool fits = (view.shape[1] <= 1 || view.stride[1] == 1) && (view.shape[0] <= 1 || view.stride[0] >= view.shape[1]);
-    if (!fits) refuse(name, describe(view), accepted + " with contiguous rows at a distance of at least their length");
+    if (!fits) refuse(name, describe(view), accepted() + " with contiguous rows at a distance of at least their length");
   } else if (!view.contiguous()) {
-    refuse(name, describe(view), accepted + ", contiguous");
+    refuse(name, describe(view), accepted() + ", contiguous");
   }
-  if (!view.data) refuse(name, "a null pointer", "memory of " + accepted);
+  if (!view.data) refuse(name, "a null pointer", "memory of " + accepted());
   if (reinterpret_cast<std::uintptr_t>(view.data) % size_of(view.dtype) != 0) {
     refuse(name, "memory that is not aligned to its elements", "an address divisible by " + std::to_string(size_of(view.dtype)));
   }

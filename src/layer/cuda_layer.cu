@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <mutex>
 #include <string>
 
 #include "executors/cuda/pass_data.hpp"
@@ -44,12 +46,13 @@ void check_cuda(cudaError_t status, const char* what) {
 }
 
 // Rows move 16 bytes at a time.
-void check_rows(const TensorView& view, const std::string& name) {
+void check_rows(const TensorView& view, const char* name, std::int64_t shared = -1) {
   if (!view.given() || view.numel() == 0) return;
+  auto full_name = [&] { return shared < 0 ? std::string(name) : "shared[" + std::to_string(shared) + "]." + name; };
   const auto address = reinterpret_cast<std::uintptr_t>(view.data);
-  if (address % 16 != 0) throw Error(Status::invalid_argument, name + ": got memory that is not aligned, accepted is an address divisible by 16");
+  if (address % 16 != 0) throw Error(Status::invalid_argument, full_name() + ": got memory that is not aligned, accepted is an address divisible by 16");
   if (view.rank == 2 && view.shape[0] > 1 && view.stride[0] * std::int64_t(size_of(view.dtype)) % 16 != 0) {
-    throw Error(Status::invalid_argument, name + ": got " + describe(view) + ", accepted are rows at distances of a multiple of 16 bytes");
+    throw Error(Status::invalid_argument, full_name() + ": got " + describe(view) + ", accepted are rows at distances of a multiple of 16 bytes");
   }
 }
 
@@ -101,6 +104,17 @@ struct Extras {
   }
 };
 
+// Where everything of a call with T tokens lies.
+struct Placement {
+  Geometry geometry;
+  SavedBuffer kept, bare;  // with `keep` and without
+  Extras extras;           // behind `kept`
+  ForwardWorkspace forward;
+  BackwardWorkspace backward;
+  schedule::CounterMap counters;
+  BufferSizes sizes;
+};
+
 class CudaLayer final : public DeviceLayer {
  public:
   explicit CudaLayer(const Plan::Impl& plan) : plan_(plan), config_(plan.config), shared_count_(plan.config.shared_experts.size()) {
@@ -132,12 +146,7 @@ class CudaLayer final : public DeviceLayer {
   ~CudaLayer() override { cudaFreeHost(error_); }
 
   BufferSizes buffer_sizes(std::int64_t tokens) const override {
-    const Geometry geometry = plan_.geometry(tokens, tile_);
-    const SavedBuffer kept = SavedBuffer::of(geometry, true);
-    const Extras extras = Extras::behind(kept.size, geometry);
-    const std::uint64_t scratch = scratch_bytes(tokens);
-    return {extras.size, std::max(ForwardWorkspace::of(geometry, scratch).size, BackwardWorkspace::of(geometry, scratch).size),
-            kept.formula + ", and " + std::to_string(extras.size - kept.size) + " bytes of gates and counters"};
+    return placement(tokens)->sizes;
   }
 
   void forward(const CallFacts& facts, const Inputs& inputs, const Outputs& outputs, void* saved, void* workspace,
@@ -145,11 +154,12 @@ class CudaLayer final : public DeviceLayer {
     check_error();
     check_inputs_alignment(inputs);
     check_rows(outputs.y, "y");
-    const Geometry geometry = plan_.geometry(facts.tokens, tile_);
+    const auto place = placement(facts.tokens);
     const bool keep = saved != nullptr;
-    const SavedBuffer kept = SavedBuffer::of(geometry, keep);
-    const Extras extras = Extras::behind(kept.size, geometry);
-    const auto scratch = ForwardWorkspace::of(geometry, scratch_bytes(facts.tokens));
+    const Geometry& geometry = place->geometry;
+    const SavedBuffer& kept = keep ? place->kept : place->bare;
+    const Extras& extras = place->extras;
+    const ForwardWorkspace& scratch = place->forward;
     void* tables = keep ? saved : at<std::byte>(workspace, scratch.tables);
     float* gates = keep ? at<float>(saved, extras.gates) : at<float>(workspace, scratch.shared_gates);
     if (!inputs.shared_gate_logits.given()) gates = nullptr;
@@ -157,7 +167,7 @@ class CudaLayer final : public DeviceLayer {
     PassData data = pass_data(geometry, inputs, Direction::forward, tables, kept, gates);
     data.out = data_of<bfloat16>(outputs.y);
     data.out_stride = outputs.y.stride[0];
-    const auto map = schedule::CounterMap::of(geometry.sizes);
+    const auto& map = place->counters;
     data.counters = {at<unsigned long long>(workspace, scratch.local_counters), at<unsigned long long>(workspace, scratch.arrivals),
                      at<unsigned long long>(workspace, scratch.router_scratch)};
     auto& routed = data.groups[0];
@@ -220,10 +230,11 @@ class CudaLayer final : public DeviceLayer {
     check_inputs_alignment(inputs);
     check_rows(upstream.y, "gradient of y");
     check_rows(gradients.x, "dx");
-    const Geometry geometry = plan_.geometry(facts.tokens, tile_);
-    const SavedBuffer kept = SavedBuffer::of(geometry, true);
-    const Extras extras = Extras::behind(kept.size, geometry);
-    const auto scratch = BackwardWorkspace::of(geometry, scratch_bytes(facts.tokens));
+    const auto place = placement(facts.tokens);
+    const Geometry& geometry = place->geometry;
+    const SavedBuffer& kept = place->kept;
+    const Extras& extras = place->extras;
+    const BackwardWorkspace& scratch = place->backward;
     void* saved = const_cast<void*>(const_saved);  // only its counters are written, and left as they were
     float* gates = inputs.shared_gate_logits.given() ? at<float>(saved, extras.gates) : nullptr;
     PassData data = pass_data(geometry, inputs, Direction::backward, saved, kept, gates);
@@ -275,6 +286,24 @@ class CudaLayer final : public DeviceLayer {
  private:
   static constexpr std::uint64_t control_bytes = 256;  // at the start of the scratch memory
 
+  // Remembers the last one, since calls of one size follow each other.
+  std::shared_ptr<const Placement> placement(std::int64_t tokens) const {
+    const std::lock_guard lock(placement_mutex_);
+    if (placement_ && placement_->geometry.tokens == tokens) return placement_;
+    auto made = std::make_shared<Placement>();
+    const Geometry& geometry = made->geometry = plan_.geometry(tokens, tile_);
+    made->kept = SavedBuffer::of(geometry, true);
+    made->bare = SavedBuffer::of(geometry, false);
+    made->extras = Extras::behind(made->kept.size, geometry);
+    made->forward = ForwardWorkspace::of(geometry, scratch_bytes(tokens));
+    made->backward = BackwardWorkspace::of(geometry, scratch_bytes(tokens));
+    made->counters = schedule::CounterMap::of(geometry.sizes);
+    made->sizes = {made->extras.size, std::max(made->forward.size, made->backward.size),
+                   made->kept.formula + ", and " + std::to_string(made->extras.size - made->kept.size) + " bytes of gates and counters"};
+    placement_ = made;
+    return made;
+  }
+
   std::uint64_t scratch_bytes(std::int64_t tokens) const {
     return control_bytes + routing::device_router_scratch_bytes(config_.router, config_.num_experts, config_.top_k, tokens);
   }
@@ -291,14 +320,14 @@ class CudaLayer final : public DeviceLayer {
 
   void check_inputs_alignment(const Inputs& inputs) const {
     check_rows(inputs.x, "x");
-    auto check_set = [](const auto& set, const std::string& prefix) {
-      check_rows(set.gate_up_proj, prefix + "gate_up_proj");
-      check_rows(set.gate_up_bias, prefix + "gate_up_bias");
-      check_rows(set.down_proj, prefix + "down_proj");
-      check_rows(set.down_bias, prefix + "down_bias");
+    auto check_set = [](const auto& set, std::int64_t shared) {
+      check_rows(set.gate_up_proj, "gate_up_proj", shared);
+      check_rows(set.gate_up_bias, "gate_up_bias", shared);
+      check_rows(set.down_proj, "down_proj", shared);
+      check_rows(set.down_bias, "down_bias", shared);
     };
-    check_set(inputs.weights, "");
-    for (std::size_t s = 0; s < inputs.weights.shared.size(); ++s) check_set(inputs.weights.shared[s], "shared[" + std::to_string(s) + "].");
+    check_set(inputs.weights, -1);
+    for (std::size_t s = 0; s < shared_count_; ++s) check_set(inputs.weights.shared[s], std::int64_t(s));
   }
 
   // What both directions share.
@@ -338,7 +367,7 @@ class CudaLayer final : public DeviceLayer {
     auto& sizes = data.pass.sizes;
     sizes.want_dx = gradients.x.given();
     sizes.want_gate_up_wgrad = sizes.want_down_wgrad = sizes.want_gate_up_bias_grad = sizes.want_down_bias_grad = false;
-    auto target = [](const Gradient& gradient, const std::string& name, bool& wanted) {
+    auto target = [](const Gradient& gradient, const char* name, bool& wanted) {
       GradientTarget t;
       if (!gradient.tensor.given()) return t;
       check_rows(gradient.tensor, name);
@@ -402,6 +431,8 @@ class CudaLayer final : public DeviceLayer {
   std::uint32_t gated_ = 0;
   schedule::TileShape tile_;
   PassError* error_ = nullptr;  // written by the GPU
+  mutable std::mutex placement_mutex_;
+  mutable std::shared_ptr<const Placement> placement_;
 };
 
 }  // namespace
