@@ -79,10 +79,12 @@ def layer_config(config: Any, *, aux_loss: bool = False) -> LayerConfig:
             raise ValueError(f"hidden_act: '{name}'; accepted: {', '.join(_ACTIVATIONS)}")
         activation = Activation(_ACTIVATIONS[name])
         if model_type in _DEEPSEEK:
+            if (get("scoring_func") or "sigmoid") != "sigmoid":
+                raise ValueError(f"scoring_func: {get('scoring_func')!r}; accepted for {model_type}: sigmoid")
             router = Router(
                 "sigmoid",
                 renormalize=bool(get("norm_topk_prob", True)),
-                scaling_factor=float(get("routed_scaling_factor", 1.0)),
+                scaling_factor=float(1.0 if get("routed_scaling_factor") is None else get("routed_scaling_factor")),
                 selection_bias=True,
                 num_groups=get("n_group") or 1,
                 top_groups=get("topk_group") or 1,
@@ -155,9 +157,9 @@ def from_moelith(state: Mapping[str, Tensor], model_type: str) -> dict[str, Tens
         result["experts.down_proj"] = source.take("down_proj")
         if model_type in _DEEPSEEK:
             result["gate.e_score_correction_bias"] = source.take("selection_bias", optional=True)
-        gate_up = source.take("shared_experts.0.gate_up_proj", optional=model_type != "qwen2_moe")
+        shared = _SHARED_NAME.get(model_type)  # None: what the layer has of them is left over, and noticed
+        gate_up = shared and source.take("shared_experts.0.gate_up_proj", optional=model_type != "qwen2_moe")
         if gate_up is not None:
-            shared = _SHARED_NAME[model_type]
             gate, up = gate_up.chunk(2)
             result[f"{shared}.gate_proj.weight"] = gate.contiguous()
             result[f"{shared}.up_proj.weight"] = up.contiguous()
@@ -184,7 +186,9 @@ def from_transformers(
 
     get = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
     model_type = get("model_type")
-    weight = next(block.parameters())
+    weight = next(block.parameters(), None)
+    if weight is None:
+        raise ValueError(f"block: {type(block).__name__}, without parameters; accepted: an MoE block")
     layer = MoE(
         layer_config(config, aux_loss=aux_loss),
         router_bias=model_type == "gpt_oss",
@@ -228,7 +232,10 @@ def _fused_experts(state):
         match = _OLDER_EXPERT_NAME.fullmatch(name)
         if match:
             projection = _OLDER_PROJECTION.get(match[2], match[2])
-            single.setdefault(projection, {})[int(match[1])] = tensor
+            tensors = single.setdefault(projection, {})
+            if int(match[1]) in tensors:
+                raise ValueError(f"the state dict has {projection} of expert {match[1]} twice, once as '{name}'")
+            tensors[int(match[1])] = tensor
         else:
             fused[name] = tensor
     if not single:
@@ -238,6 +245,16 @@ def _fused_experts(state):
         missing = [expert for expert in range(experts) if expert not in single.get(projection, {})]
         if missing:
             raise ValueError(f"the state dict has no {projection} of expert {missing[0]} of {experts}")
+        first = single[projection][0].shape
+        for expert, tensor in single[projection].items():
+            if tensor.shape != first:
+                raise ValueError(
+                    f"{projection} of expert {expert}: shape {tuple(tensor.shape)}; accepted: {tuple(first)}, "
+                    "that of expert 0"
+                )
+    for name in ("experts.gate_up_proj", "experts.down_proj"):
+        if name in fused:
+            raise ValueError(f"the state dict has '{name}' and tensors of single experts; accepted: one of the two")
     stacked = {name: torch.stack([tensors[expert] for expert in range(experts)]) for name, tensors in single.items()}
     fused["experts.gate_up_proj"] = torch.cat((stacked["gate_proj"], stacked["up_proj"]), dim=1)
     fused["experts.down_proj"] = stacked["down_proj"]

@@ -50,9 +50,10 @@ class MoE(nn.Module):
 
     router_dtype: the router's product runs in this dtype (DeepSeek-V3: float32); None: in that of its input.
     main_gradients: backward adds the gradients of the experts' weights (routed and shared) to the float32 tensors
-    (float64 in a float64 layer) that the caller has put at `parameter.main_grad`, as Megatron-Core does, and leaves `parameter.grad` at None. Parameters
-    without that attribute get their .grad as usual. A parameter with an attribute `grad_added_to_main_grad` (set by
-    Megatron-Core's data parallelism) gets it set to True, and zeros as its .grad, which trigger its hooks.
+    (float64 in a float64 layer) that the caller has put at `parameter.main_grad`, as Megatron-Core does, and leaves
+    `parameter.grad` at None. Parameters without that attribute get their .grad as usual. A parameter with an attribute
+    `grad_added_to_main_grad` (set by Megatron-Core's data parallelism) gets it set to True, and zeros as its .grad,
+    which trigger its hooks.
     """
 
     def __init__(

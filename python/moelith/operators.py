@@ -59,7 +59,7 @@ def _fill_weights(target, shared_type, config, tensors, convert):
 
 def _prepared(tensors):
     """The inputs by name, copied where their layout is none that the library takes; weights are never copied."""
-    # PyTorch resolves a lazy negation (the imaginary part of a conjugate has it) in arguments, but not in lists of them.
+    # PyTorch resolves a lazy negation (as the imaginary part of a conjugate has) in arguments, but not in lists of them.
     tensors = (tensor if tensor is None else tensor.resolve_neg() for tensor in tensors)
     named = dict(zip(_TENSOR_INPUTS, tensors, strict=True))
     named["x"] = _rows(named["x"])
@@ -190,6 +190,8 @@ def _setup_context(ctx, inputs, output):
     ctx.main_gradients = list(main_gradients)
     ctx.main_gradient_mask = mask
     ctx.settings = (config, options, group, num_sequences)
+    # The parameters themselves: under a hook on saved tensors (a checkpoint), backward gets others.
+    ctx.marked = {i: weight for i, weight in enumerate(weights) if hasattr(weight, "grad_added_to_main_grad")}
 
 
 def _backward(ctx, grad_y, _ids, grad_topk_weights, _counts, grad_aux_loss, grad_z_loss, _saved):
@@ -228,7 +230,7 @@ def _backward(ctx, grad_y, _ids, grad_topk_weights, _counts, grad_aux_loss, grad
             of_tensors[name] = next(remaining)
     of_weights = [next(remaining) if want else None for want in wanted[len(_DIFFERENTIABLE) :]]
     for i in accumulate:
-        of_weights[i] = _placeholder_of_main_gradient(weights[i])
+        of_weights[i] = _placeholder_of_main_gradient(ctx.marked.get(i))
     if torch.is_grad_enabled():  # create_graph
         of_tensors, of_weights = _not_differentiable_again(of_tensors, of_weights)
     return (*of_tensors.values(), of_weights, [None] * len(ctx.main_gradients)) + (None,) * 6
@@ -251,7 +253,7 @@ def _placeholder_of_main_gradient(weight):
     Megatron-Core's data parallelism sets `grad_added_to_main_grad = False` on its parameters, waits for the hook that
     a .grad triggers, and skips its own addition where the attribute has become True.
     """
-    if not hasattr(weight, "grad_added_to_main_grad"):
+    if weight is None:
         return None
     weight.grad_added_to_main_grad = True
     return torch.zeros_like(weight)

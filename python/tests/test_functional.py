@@ -573,7 +573,7 @@ def bad(name, pattern, config=BASE, exception=ValueError, **arguments):
         bad("valid tokens", "num_valid_tokens.*13.*12", num_valid_tokens=torch.tensor([13], dtype=torch.int32)),
         bad("dtype of valid tokens", "num_valid_tokens", num_valid_tokens=torch.tensor([3])),
         bad("sequences", "num_sequences.*5", num_sequences=5),
-        bad("type of top_k", "top_k: 2.5, a float.*int", config=dataclasses.replace(BASE, top_k=2.5), exception=TypeError),
+        bad("type of top_k", "top_k: 2.5, a float.*int", dataclasses.replace(BASE, top_k=2.5), TypeError),
         bad("top_k", "top_k.*7", config=dataclasses.replace(BASE, top_k=7)),
         bad("hidden size", "hidden_size.*12", config=dataclasses.replace(BASE, hidden_size=12), x=torch.zeros(12, 12)),
         bad("router", "kind.*sofmax.*softmax_topk", config=with_router(kind="sofmax")),

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from layer_cases import BASE, CONFIGS, DEEPSEEK, error, with_router
+from torch.utils.checkpoint import checkpoint
 
 import moelith
 from moelith import MoE, PlanOptions
@@ -213,6 +214,9 @@ def test_megatron_s_protocol():
     )
     layer(torch.randn(5, 16)).sum().backward()
     assert seen == [(True, False)] and layer.down_proj.main_grad.any()
+    layer.down_proj.grad_added_to_main_grad = False
+    checkpoint(layer, torch.randn(5, 16), use_reentrant=False).sum().backward()
+    assert seen == [(True, False)] * 2
 
 
 def test_compiled_main_gradients():

@@ -217,3 +217,27 @@ def test_entries_that_do_not_fit():
             {"router.weight": torch.zeros(1), "router.bias": torch.zeros(1), "gate_up_proj": torch.zeros(1, 2, 2)},
             "gpt_oss",
         )
+
+
+def test_states_and_configs_that_would_be_misread():
+    names = {"gate_proj": (24, 16), "up_proj": (24, 16), "down_proj": (16, 24)}
+    state = {f"experts.{e}.{name}.weight": torch.zeros(shape) for e in range(2) for name, shape in names.items()}
+    state["gate.weight"] = torch.zeros(2, 16)
+    convert.to_moelith(state, "qwen3_moe")
+    for more, pattern in (
+        ({"experts.gate_up_proj": torch.zeros(2, 48, 16)}, "'experts.gate_up_proj' and tensors of single experts"),
+        ({"experts.1.w1.weight": torch.zeros(24, 16)}, "gate_proj of expert 1 twice, once as 'experts.1.w1.weight'"),
+        ({"experts.1.up_proj.weight": torch.zeros(8, 16)}, r"up_proj of expert 1: shape \(8, 16\).*\(24, 16\)"),
+    ):
+        with pytest.raises(ValueError, match=pattern):
+            convert.to_moelith(state | more, "qwen3_moe")
+    layer = {"router.weight": 0, "gate_up_proj": 0, "down_proj": 0, "shared_experts.0.gate_up_proj": 0}
+    with pytest.raises(ValueError, match="not known: shared_experts.0.gate_up_proj"):
+        convert.from_moelith(layer, "mixtral")
+    config = {"model_type": "deepseek_v3", "hidden_size": 16, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
+    config |= {"n_routed_experts": 8, "routed_scaling_factor": None}
+    assert convert.layer_config(config).router.scaling_factor == 1.0
+    with pytest.raises(ValueError, match="scoring_func: 'softmax'; accepted.*sigmoid"):
+        convert.layer_config(config | {"scoring_func": "softmax"})
+    with pytest.raises(ValueError, match="block: Identity, without parameters"):
+        convert.from_transformers(torch.nn.Identity(), config)
