@@ -231,6 +231,14 @@ def update_selection_bias(bias: Tensor, expert_counts: Tensor, rate: float) -> N
     _check_type(expert_counts, "expert_counts", Tensor)
     if expert_counts.device != bias.device:
         raise ValueError(f"expert_counts: on {expert_counts.device}; accepted: {bias.device}, where bias is")
+    if bias.device.type == "cuda":  # the library's function reads and writes the host's memory
+        if bias.dim() != 1 or bias.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"bias: {bias.dtype}{list(bias.shape)}; accepted: float32 or float64 [E]")
+        if expert_counts.shape != bias.shape or expert_counts.dtype != torch.int64:
+            raise ValueError(f"expert_counts: {expert_counts.dtype}{list(expert_counts.shape)}; accepted: int64{list(bias.shape)}")
+        below_mean = torch.sign(expert_counts.sum() - expert_counts * expert_counts.numel())
+        bias.add_(below_mean.to(bias.dtype), alpha=rate)
+        return
     operators.update_selection_bias(bias, expert_counts, rate)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moelith import LayerConfig, MoE
+from moelith import LayerConfig, MoE, functional
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
@@ -75,3 +75,12 @@ def test_a_whole_iteration_in_a_graph():
     expected = [*step(gpu, other), *(p.grad for p in gpu.parameters())]
     for a, b in zip(found, expected):
         assert torch.equal(a, b)
+
+
+def test_selection_bias():
+    torch.manual_seed(1)
+    bias, counts = torch.randn(16), torch.tensor([5, 0, 3, 4] * 4)
+    on_gpu = bias.cuda()
+    functional.update_selection_bias(bias, counts, 1e-3)
+    functional.update_selection_bias(on_gpu, counts.cuda(), 1e-3)
+    assert torch.equal(on_gpu.cpu(), bias)
