@@ -39,7 +39,7 @@ class Preset:
 PRESETS = {
     # Minutes on two cores.
     "tiny": Preset(hidden_size=128, layers=4, heads=4, num_experts=16, top_k=2, intermediate_size=128,
-                   shared_intermediate_size=128, context=256, batch=8, steps=900, learning_rate=4e-3,
+                   shared_intermediate_size=128, context=256, batch=8, steps=750, learning_rate=4e-3,
                    log_every=20, eval_every=200),
     # An hour or two on a desktop machine.
     "small": Preset(hidden_size=256, layers=6, heads=4, num_experts=32, top_k=4, intermediate_size=128,
