@@ -164,7 +164,7 @@ def main():
     commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     result = {
         "gpu": None, "cpu": f"{cpu_name()}, {arguments.threads} threads", "date": datetime.date.today().isoformat(),
-        "commit": commit, "command": "bench/cpu_layer.py", "torch": torch.__version__, "transformers": transformers.__version__,
+        "commit": commit, "command": "bench/cpu_layer.py", "rounds": arguments.rounds, "torch": torch.__version__, "transformers": transformers.__version__,
         "rows": rows,
     }
     arguments.output.write_text(json.dumps(result, indent=1) + "\n")
