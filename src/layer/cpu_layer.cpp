@@ -175,7 +175,7 @@ class CpuLayer final : public DeviceLayer {
     PassData<Storage> data = pass_data(geometry, inputs, Direction::backward, saved, kept, at<T>(workspace, scratch.shared_gates));
     // Among several ranks one without a gradient of y has to take part: others' tokens went through its experts.
     if (upstream.y.given() || geometry.ranks > 1) {
-      run_backward(data, geometry, inputs, saved, kept, upstream, gradients, workspace, scratch, *pool);
+      run_backward(data, geometry, saved, kept, upstream, gradients, workspace, scratch, *pool);
     } else {
       zero_gradients(gradients);
       std::fill_n(d_weights, geometry.routes(), T(0));
@@ -386,10 +386,9 @@ class CpuLayer final : public DeviceLayer {
                              [&](const schedule::Tile& tile, int worker) { run_tile(data, tile, memory[worker]); });
   }
 
-  void run_backward(PassData<Storage>& data, const Geometry& geometry, const Inputs& inputs, void* saved, const SavedBuffer& kept,
+  void run_backward(PassData<Storage>& data, const Geometry& geometry, void* saved, const SavedBuffer& kept,
                     const OutputGradients& upstream, const InputGradients& gradients, void* workspace,
                     const BackwardWorkspace& scratch, ThreadPool& pool) const {
-    (void)inputs;
     auto& sizes = data.pass.sizes;
     const bool several = geometry.ranks > 1;
     data.dy = data_of<Storage>(upstream.y);

@@ -161,29 +161,36 @@ struct GemmTile {
     }
   }
 
-  void gate_up_wgrad() {
+  // One tile of a weight gradient [rows_of_weight, columns_of_weight]: the sum over the expert's rows of left^T right.
+  // left(rows, i), right(rows, j): these operands from weight row i, weight column j on.
+  template <class Left, class Right>
+  void weight_gradient(const typename PassData<Storage>::Slot::Target& target, std::int64_t rows_of_weight,
+                       std::int64_t columns_of_weight, Left left, Right right) {
     const RowRange rows = data.pass.expert_rows(tile.expert);
-    if (!slot.gate_up_grad.data || (rows.size() == 0 && slot.gate_up_grad.accumulate)) return;
-    const std::int64_t i0 = tile.row_block * sizes.tile.wgrad_rows, j0 = tile.column_block * std::int64_t(sizes.tile.wgrad_columns);
-    const std::int64_t m = std::min<std::int64_t>(sizes.tile.wgrad_rows, pre_width - i0);
-    const std::int64_t n = std::min<std::int64_t>(sizes.tile.wgrad_columns, hidden - j0);
+    if (!target.data || (rows.size() == 0 && target.accumulate)) return;
+    const std::int64_t i = tile.row_block * sizes.tile.wgrad_rows;
+    const std::int64_t j = tile.column_block * std::int64_t(sizes.tile.wgrad_columns);
+    const std::int64_t m = std::min<std::int64_t>(sizes.tile.wgrad_rows, rows_of_weight - i);
+    const std::int64_t n = std::min<std::int64_t>(sizes.tile.wgrad_columns, columns_of_weight - j);
     T* sum = product(m, n);
-    gemm(Matrix::strided(along_rows, slot.d_pre_activation + rows.begin * pre_width + i0, pre_width),
-         Matrix::gathered(along_rows, token_rows(rows, true, j0, 1)), m, n, rows.size(), sum, n, false, memory.scratch);
-    store_gradient(slot.gate_up_grad, sum, m, n, i0, j0, hidden);
+    gemm(left(rows, i), right(rows, j), m, n, rows.size(), sum, n, false, memory.scratch);
+    store_gradient(target, sum, m, n, i, j, columns_of_weight);
   }
-
+  void gate_up_wgrad() {
+    weight_gradient(
+        slot.gate_up_grad, pre_width, hidden,
+        [&](RowRange rows, std::int64_t i) {
+          return Matrix::strided(along_rows, slot.d_pre_activation + rows.begin * pre_width + i, pre_width);
+        },
+        [&](RowRange rows, std::int64_t j) { return Matrix::gathered(along_rows, token_rows(rows, true, j, 1)); });
+  }
   void down_wgrad() {
-    const RowRange rows = data.pass.expert_rows(tile.expert);
-    if (!slot.down_grad.data || (rows.size() == 0 && slot.down_grad.accumulate)) return;
-    const std::int64_t i0 = tile.row_block * sizes.tile.wgrad_rows, j0 = tile.column_block * std::int64_t(sizes.tile.wgrad_columns);
-    const std::int64_t m = std::min<std::int64_t>(sizes.tile.wgrad_rows, hidden - i0);
-    const std::int64_t n = std::min<std::int64_t>(sizes.tile.wgrad_columns, width - j0);
-    T* sum = product(m, n);
-    gemm(Matrix::gathered(along_rows, token_rows(rows, false, i0, 0)),
-         Matrix::strided(along_rows, slot.activated + rows.begin * width + j0, width), m, n, rows.size(), sum, n, false,
-         memory.scratch);
-    store_gradient(slot.down_grad, sum, m, n, i0, j0, width);
+    weight_gradient(
+        slot.down_grad, hidden, width,
+        [&](RowRange rows, std::int64_t i) { return Matrix::gathered(along_rows, token_rows(rows, false, i, 0)); },
+        [&](RowRange rows, std::int64_t j) {
+          return Matrix::strided(along_rows, slot.activated + rows.begin * width + j, width);
+        });
   }
 
   // Sum over the expert's rows, 64 at a time from its first, then over those sums in order.
