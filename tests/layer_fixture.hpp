@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <deque>
 #include <exception>
 #include <functional>
 #include <limits>
@@ -62,44 +63,69 @@ inline double round_to(DataType type, double value) {
   return type == DataType::float32 ? static_cast<double>(static_cast<float>(value)) : value;
 }
 
-// A tensor in the library's memory, from or to doubles.
+// A tensor in the library's memory, from or to doubles. row_gap: elements between the rows of a 2-d tensor.
 struct Tensor {
   Buffer buffer;
   TensorView view;
 
   Tensor() = default;
-  Tensor(DataType type, std::initializer_list<std::int64_t> shape) {
+  Tensor(DataType type, std::initializer_list<std::int64_t> shape, std::int64_t row_gap = 0) {
     view = TensorView(nullptr, type, shape);
-    buffer = Buffer(static_cast<std::uint64_t>(view.numel()) * size_of(type));
+    std::int64_t elements = view.numel();
+    if (row_gap > 0) {
+      view.stride[0] += row_gap;
+      elements = view.shape[0] * view.stride[0];
+    }
+    buffer = Buffer(static_cast<std::uint64_t>(elements) * size_of(type));
     view.data = buffer.data();
   }
+  // Nothing has been written between the rows.
+  bool gaps_intact() const {
+    if (view.contiguous()) return true;
+    const std::size_t size = size_of(view.dtype);
+    for (std::int64_t r = 0; r < view.shape[0]; ++r) {
+      const std::byte* row = buffer.data() + static_cast<std::size_t>(r * view.stride[0]) * size;
+      for (std::size_t b = static_cast<std::size_t>(view.shape[1]) * size; b < static_cast<std::size_t>(view.stride[0]) * size; ++b) {
+        if (row[b] != std::byte{0xff}) return false;
+      }
+    }
+    return true;
+  }
   void set(const double* values) {
-    for (std::int64_t i = 0; i < view.numel(); ++i) {
+    for (std::int64_t n = 0; n < view.numel(); ++n) {
+      const std::int64_t i = place(n);
       switch (view.dtype) {
         case DataType::bfloat16:
-          static_cast<numerics::bfloat16*>(view.data)[i] = numerics::to_bfloat16(static_cast<float>(values[i]));
+          static_cast<numerics::bfloat16*>(view.data)[i] = numerics::to_bfloat16(static_cast<float>(values[n]));
           break;
-        case DataType::float32: static_cast<float*>(view.data)[i] = static_cast<float>(values[i]); break;
-        case DataType::float64: static_cast<double*>(view.data)[i] = values[i]; break;
-        case DataType::int32: static_cast<std::int32_t*>(view.data)[i] = static_cast<std::int32_t>(values[i]); break;
-        case DataType::int64: static_cast<std::int64_t*>(view.data)[i] = static_cast<std::int64_t>(values[i]); break;
+        case DataType::float32: static_cast<float*>(view.data)[i] = static_cast<float>(values[n]); break;
+        case DataType::float64: static_cast<double*>(view.data)[i] = values[n]; break;
+        case DataType::int32: static_cast<std::int32_t*>(view.data)[i] = static_cast<std::int32_t>(values[n]); break;
+        case DataType::int64: static_cast<std::int64_t*>(view.data)[i] = static_cast<std::int64_t>(values[n]); break;
         default: throw std::logic_error("dtype");
       }
     }
   }
   std::vector<double> get() const {
     std::vector<double> values(static_cast<std::size_t>(view.numel()));
-    for (std::int64_t i = 0; i < view.numel(); ++i) {
+    for (std::int64_t n = 0; n < view.numel(); ++n) {
+      const std::int64_t i = place(n);
       switch (view.dtype) {
-        case DataType::bfloat16: values[i] = numerics::to_float(static_cast<numerics::bfloat16*>(view.data)[i]); break;
-        case DataType::float32: values[i] = static_cast<float*>(view.data)[i]; break;
-        case DataType::float64: values[i] = static_cast<double*>(view.data)[i]; break;
-        case DataType::int32: values[i] = static_cast<std::int32_t*>(view.data)[i]; break;
-        case DataType::int64: values[i] = static_cast<double>(static_cast<std::int64_t*>(view.data)[i]); break;
+        case DataType::bfloat16: values[n] = numerics::to_float(static_cast<numerics::bfloat16*>(view.data)[i]); break;
+        case DataType::float32: values[n] = static_cast<float*>(view.data)[i]; break;
+        case DataType::float64: values[n] = static_cast<double*>(view.data)[i]; break;
+        case DataType::int32: values[n] = static_cast<std::int32_t*>(view.data)[i]; break;
+        case DataType::int64: values[n] = static_cast<double>(static_cast<std::int64_t*>(view.data)[i]); break;
         default: throw std::logic_error("dtype");
       }
     }
     return values;
+  }
+
+ private:
+  // Where element n lies; only the rows of 2-d tensors may be apart.
+  std::int64_t place(std::int64_t n) const {
+    return view.rank == 2 ? n / view.shape[1] * view.stride[0] + n % view.shape[1] : n;
   }
 };
 
@@ -172,6 +198,13 @@ inline void bring_routes(Problem& p, double empty, std::uint64_t seed) {
   }
 }
 
+// The logits of router and gates as values that bfloat16 has, for RunOptions::narrow_logits.
+inline void round_logits(Problem& p) {
+  for (auto* values : {&p.inputs.router_logits, &p.inputs.shared_gate_logits}) {
+    for (double& v : *values) v = round_to(p.config.dtype, v);
+  }
+}
+
 struct RunOptions {
   std::vector<std::int64_t> tokens_of_rank;  // empty: one rank has all
   std::vector<std::int32_t> expert_rank;
@@ -185,8 +218,14 @@ struct RunOptions {
   int backwards = 1;
   std::vector<std::string> frozen;           // results that are not asked for: "dx", "d_gate_up_proj", ...
   std::vector<int> without_dy;               // ranks that give no gradient of y
+  bool narrow_logits = false;                // logits of router and gates, and their gradients, in config.dtype
+  bool wide_ids = false;                     // the caller's ids as int64
+  std::int64_t row_gap = 0;                  // elements between the rows of x, y, dY and dx,
+  std::int64_t logits_gap = 0;               // and of the router's logits and their gradient
+  bool bound = false;                        // weights of experts and their gradients apart, by pointers
   DeviceKind device = DeviceKind::cpu;
   void* stream = nullptr;
+  std::function<void(const Plan&)> with_plan = [](const Plan&) {};  // once it is made
   // Runs a pass; when it returns the results are there.
   std::function<void(const std::function<void()>& pass)> launch = [](const std::function<void()>& pass) { pass(); };
 };
@@ -222,19 +261,32 @@ inline Results run(const Problem& p, const RunOptions& options) {
     plan_options.tile_columns = options.tile_columns;
     plan_options.shuffle_seed = options.shuffle_seed == 0 ? 0 : options.shuffle_seed + static_cast<std::uint64_t>(rank);
     const Plan plan = Plan::create(c, plan_options);
+    options.with_plan(plan);
     const auto locals = local_experts[rank] = plan.local_experts();
     const auto l = static_cast<std::int64_t>(locals.size());
 
-    std::vector<Tensor> owned;
-    owned.reserve(64);
-    auto tensor = [&](DataType type, std::initializer_list<std::int64_t> shape) -> Tensor& {
-      return owned.emplace_back(type, shape);
+    std::deque<Tensor> owned;
+    auto tensor = [&](DataType type, std::initializer_list<std::int64_t> shape, std::int64_t row_gap = 0) -> Tensor& {
+      return owned.emplace_back(type, shape, row_gap);
     };
     // This rank's rows of a joined tensor.
-    auto rows = [&](const std::vector<double>& joined, DataType type, std::int64_t columns) {
-      Tensor& t = tensor(type, {tokens, columns});
+    auto rows = [&](const std::vector<double>& joined, DataType type, std::int64_t columns, std::int64_t row_gap = 0) {
+      Tensor& t = tensor(type, {tokens, columns}, row_gap);
       t.set(joined.data() + first * columns);
       return t.view;
+    };
+    const DataType logits_type = options.narrow_logits ? c.dtype : accumulator;
+    // The experts of such a tensor each by itself, in an order of no meaning.
+    auto apart = [&](const std::vector<double>& joined, std::initializer_list<std::int64_t> shape) {
+      const std::int64_t size = static_cast<std::int64_t>(joined.size()) / e;
+      std::vector<void*> pointers(static_cast<std::size_t>(l));
+      for (std::int64_t n = 0; n < l; ++n) {
+        const std::int64_t local = l - 1 - n;
+        Tensor& t = tensor(c.dtype, shape);
+        t.set(joined.data() + locals[local] * size);
+        pointers[local] = t.view.data;
+      }
+      return pointers;
     };
     auto experts = [&](const std::vector<double>& joined, std::initializer_list<std::int64_t> shape) {
       Tensor& t = tensor(c.dtype, shape);
@@ -251,18 +303,18 @@ inline Results run(const Problem& p, const RunOptions& options) {
     };
 
     Inputs in;
-    in.x = rows(p.inputs.x, c.dtype, h);
+    in.x = rows(p.inputs.x, c.dtype, h, options.row_gap);
     if (!p.inputs.router_logits.empty() || (p.inputs.topk_ids.empty() && p.inputs.tokens == 0)) {
-      in.router_logits = rows(p.inputs.router_logits, accumulator, e);
+      in.router_logits = rows(p.inputs.router_logits, logits_type, e, options.logits_gap);
     } else if (!p.inputs.topk_ids.empty()) {
       std::vector<double> ids(p.inputs.topk_ids.begin(), p.inputs.topk_ids.end());
-      in.topk_ids = rows(ids, rank % 2 ? DataType::int64 : DataType::int32, k);
+      in.topk_ids = rows(ids, rank % 2 || options.wide_ids ? DataType::int64 : DataType::int32, k);
       in.topk_weights = rows(p.inputs.topk_weights, accumulator, k);
     }
     if (!p.inputs.selection_bias.empty()) in.selection_bias = whole(p.inputs.selection_bias, accumulator, {e});
     bool gated = false;
     for (const auto& shared : c.shared_experts) gated |= shared.gated;
-    if (gated) in.shared_gate_logits = rows(p.inputs.shared_gate_logits, accumulator, shared_count);
+    if (gated) in.shared_gate_logits = rows(p.inputs.shared_gate_logits, logits_type, shared_count);
     if (!p.inputs.ranks.empty()) {
       const auto& batch = p.inputs.ranks[rank];
       if (batch.valid_tokens >= 0) in.num_valid_tokens = whole({double(batch.valid_tokens)}, DataType::int32, {1});
@@ -270,10 +322,20 @@ inline Results run(const Problem& p, const RunOptions& options) {
     }
     const auto i = c.intermediate_size, pre = c.gate_up_rows(i);
     auto& w = in.weights;
-    w.gate_up_proj = experts(p.weights.gate_up_proj, {l, pre, h});
-    w.down_proj = experts(p.weights.down_proj, {l, h, i});
-    if (c.gate_up_bias) w.gate_up_bias = experts(p.weights.gate_up_bias, {l, pre});
-    if (c.down_bias) w.down_bias = experts(p.weights.down_bias, {l, h});
+    if (options.bound && l > 0) {
+      ExpertPointers pointers;
+      pointers.dtype = c.dtype;
+      pointers.gate_up_proj = apart(p.weights.gate_up_proj, {pre, h});
+      pointers.down_proj = apart(p.weights.down_proj, {h, i});
+      if (c.gate_up_bias) pointers.gate_up_bias = apart(p.weights.gate_up_bias, {pre});
+      if (c.down_bias) pointers.down_bias = apart(p.weights.down_bias, {h});
+      w.bound = plan.bind(pointers);
+    } else {
+      w.gate_up_proj = experts(p.weights.gate_up_proj, {l, pre, h});
+      w.down_proj = experts(p.weights.down_proj, {l, h, i});
+      if (c.gate_up_bias) w.gate_up_bias = experts(p.weights.gate_up_bias, {l, pre});
+      if (c.down_bias) w.down_bias = experts(p.weights.down_bias, {l, h});
+    }
     w.shared.resize(shared_count);
     for (std::int64_t s = 0; s < shared_count; ++s) {
       const auto width = c.shared_experts[s].intermediate_size;
@@ -286,13 +348,13 @@ inline Results run(const Problem& p, const RunOptions& options) {
     const auto sizes = plan.buffer_sizes(tokens);
     Buffer saved(sizes.saved), workspace(sizes.workspace);
     Outputs out;
-    std::map<std::string, const Tensor*> made;
-    auto output = [&](const std::string& name, DataType type, std::initializer_list<std::int64_t> shape) {
-      Tensor& t = tensor(type, shape);
-      made[name] = &t;
+    std::map<std::string, std::vector<const Tensor*>> made;
+    auto output = [&](const std::string& name, DataType type, std::initializer_list<std::int64_t> shape, std::int64_t row_gap = 0) {
+      Tensor& t = tensor(type, shape, row_gap);
+      made[name].push_back(&t);
       return t.view;
     };
-    out.y = output("y", c.dtype, {tokens, h});
+    out.y = output("y", c.dtype, {tokens, h}, options.row_gap);
     out.topk_ids = output("topk_ids", DataType::int32, {tokens, k});
     out.topk_weights = output("topk_weights", accumulator, {tokens, k});
     out.expert_counts = output("expert_counts", DataType::int64, {e});
@@ -303,7 +365,7 @@ inline Results run(const Problem& p, const RunOptions& options) {
     if (options.keep) {
       OutputGradients up;
       const bool gives_dy = std::find(options.without_dy.begin(), options.without_dy.end(), rank) == options.without_dy.end();
-      if (!p.upstream.y.empty() && gives_dy) up.y = rows(p.upstream.y, c.dtype, h);
+      if (!p.upstream.y.empty() && gives_dy) up.y = rows(p.upstream.y, c.dtype, h, options.row_gap);
       if (!p.upstream.topk_weights.empty()) up.topk_weights = rows(p.upstream.topk_weights, accumulator, k);
       if (!p.upstream.aux_loss.empty()) up.aux_loss = whole({p.upstream.aux_loss[rank]}, accumulator, {1});
       if (!p.upstream.z_loss.empty()) up.z_loss = whole({p.upstream.z_loss[rank]}, accumulator, {1});
@@ -311,11 +373,13 @@ inline Results run(const Problem& p, const RunOptions& options) {
         return std::find(options.frozen.begin(), options.frozen.end(), name) == options.frozen.end();
       };
       InputGradients grad;
-      if (wanted("dx")) grad.x = output("dx", c.dtype, {tokens, h});
-      if (in.router_logits.given() && wanted("d_router_logits")) grad.router_logits = output("d_router_logits", accumulator, {tokens, e});
+      if (wanted("dx")) grad.x = output("dx", c.dtype, {tokens, h}, options.row_gap);
+      if (in.router_logits.given() && wanted("d_router_logits")) {
+        grad.router_logits = output("d_router_logits", logits_type, {tokens, e}, options.logits_gap);
+      }
       if (in.topk_ids.given() && wanted("d_topk_weights")) grad.topk_weights = output("d_topk_weights", accumulator, {tokens, k});
       if (in.shared_gate_logits.given() && wanted("d_shared_gate_logits")) {
-        grad.shared_gate_logits = output("d_shared_gate_logits", accumulator, {tokens, shared_count});
+        grad.shared_gate_logits = output("d_shared_gate_logits", logits_type, {tokens, shared_count});
       }
       const DataType weight_type = options.wide_gradients ? accumulator : c.dtype;
       auto weight_gradient = [&](const std::string& name, std::initializer_list<std::int64_t> shape) {
@@ -330,10 +394,29 @@ inline Results run(const Problem& p, const RunOptions& options) {
         return g;
       };
       auto& gw = grad.weights;
-      gw.gate_up_proj = weight_gradient("d_gate_up_proj", {l, pre, h});
-      gw.down_proj = weight_gradient("d_down_proj", {l, h, i});
-      if (c.gate_up_bias) gw.gate_up_bias = weight_gradient("d_gate_up_bias", {l, pre});
-      if (c.down_bias) gw.down_bias = weight_gradient("d_down_bias", {l, h});
+      if (options.bound && l > 0) {
+        ExpertPointers pointers;
+        pointers.dtype = weight_type;
+        auto each = [&](const std::string& name, std::initializer_list<std::int64_t> shape, std::vector<void*>& list, Gradient& g) {
+          for (std::int64_t n = 0; wanted(name) && n < l; ++n) {
+            const Gradient one = weight_gradient(name, shape);
+            list.push_back(one.tensor.data);
+            g.accumulate = one.accumulate;
+          }
+        };
+        each("d_gate_up_proj", {pre, h}, pointers.gate_up_proj, gw.gate_up_proj);
+        each("d_down_proj", {h, i}, pointers.down_proj, gw.down_proj);
+        if (c.gate_up_bias) each("d_gate_up_bias", {pre}, pointers.gate_up_bias, gw.gate_up_bias);
+        if (c.down_bias) each("d_down_bias", {h}, pointers.down_bias, gw.down_bias);
+        const bool any = !(pointers.gate_up_proj.empty() && pointers.down_proj.empty() && pointers.gate_up_bias.empty() &&
+                           pointers.down_bias.empty());
+        if (any) gw.bound = plan.bind(pointers);
+      } else {
+        gw.gate_up_proj = weight_gradient("d_gate_up_proj", {l, pre, h});
+        gw.down_proj = weight_gradient("d_down_proj", {l, h, i});
+        if (c.gate_up_bias) gw.gate_up_bias = weight_gradient("d_gate_up_bias", {l, pre});
+        if (c.down_bias) gw.down_bias = weight_gradient("d_down_bias", {l, h});
+      }
       gw.shared.resize(shared_count);
       for (std::int64_t s = 0; s < shared_count; ++s) {
         const auto width = c.shared_experts[s].intermediate_size;
@@ -352,8 +435,15 @@ inline Results run(const Problem& p, const RunOptions& options) {
     if (!saved.intact() || !workspace.intact()) throw std::runtime_error("a pass wrote beyond saved or workspace");
     for (const Tensor& t : owned) {
       if (!t.buffer.intact()) throw std::runtime_error("a pass wrote beyond a tensor");
+      if (!t.gaps_intact()) throw std::runtime_error("a pass wrote between the rows of a tensor");
     }
-    for (const auto& [name, t] : made) parts[rank][name] = t->get();
+    for (const auto& [name, tensors] : made) {
+      auto& all = parts[rank][name];
+      for (const Tensor* t : tensors) {
+        const std::vector<double> values = t->get();
+        all.insert(all.end(), values.begin(), values.end());
+      }
+    }
   };
 
   if (ranks == 1) {
@@ -439,6 +529,17 @@ inline void expect_right(const Problem& p, const Results& results, const RunOpti
     if (found == results.end()) return;
     ASSERT_EQ(found->second.size(), reference.size()) << what << ": " << name;
     if (reference.empty()) return;
+    // A gradient that is zero in truth (a router over one expert) is the reference's own rounding there.
+    const auto largest = [](const std::vector<double>& values) {
+      double most = 0.0;
+      for (double v : values) most = std::max(most, std::abs(v));
+      return most;
+    };
+    constexpr double rounding = 1e-13;
+    if (largest(reference) <= rounding) {
+      EXPECT_LE(largest(found->second), c.dtype == DataType::float64 ? rounding : 1e-7) << what << ": " << name << ", which is zero";
+      return;
+    }
     const bool of_tokens = name == "y" || name == "dx";
     const auto error = reference::compare(found->second, reference, columns, of_tokens ? reference::row_floor : reference::scale_floor);
     const double row_limit = of_tokens ? limit.token_row : limit.gradient_row;

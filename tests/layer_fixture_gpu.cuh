@@ -57,18 +57,29 @@ inline Results run_gpu(const Problem& p, const RunOptions& options = on_gpu()) {
   return run(p, options);
 }
 
-// Each pass of a run as a captured graph.
+// A run's passes as captured graphs, of `passes` passes each. In this mode of capturing a call that allocates, frees or
+// waits fails.
 struct Captured {
   std::vector<cudaGraph_t> graphs;
   std::vector<cudaGraphExec_t> executables;
+  std::vector<Plan> plans;  // a graph must not outlive its plan; a copy of the plan is enough
+  int passes = 1;
+
+  ~Captured() {
+    for (auto executable : executables) cudaGraphExecDestroy(executable);
+    for (auto graph : graphs) cudaGraphDestroy(graph);
+  }
 };
-inline RunOptions capturing(Captured& captured) {
-  RunOptions options = on_gpu();
-  options.launch = [&captured](const std::function<void()>& pass) {
+inline RunOptions capturing(Captured& captured, const RunOptions& base = on_gpu()) {
+  RunOptions options = base;
+  options.with_plan = [&captured](const Plan& plan) { captured.plans.push_back(plan); };
+  auto count = std::make_shared<int>(0);
+  options.launch = [&captured, count](const std::function<void()>& pass) {
+    if (*count % captured.passes == 0) check(cudaStreamBeginCapture(arena().stream, cudaStreamCaptureModeGlobal));
+    pass();
+    if (++*count % captured.passes != 0) return;
     cudaGraph_t graph;
     cudaGraphExec_t executable;
-    check(cudaStreamBeginCapture(arena().stream, cudaStreamCaptureModeThreadLocal));
-    pass();
     check(cudaStreamEndCapture(arena().stream, &graph));
     check(cudaGraphInstantiate(&executable, graph, 0));
     captured.graphs.push_back(graph);
@@ -80,11 +91,12 @@ inline RunOptions capturing(Captured& captured) {
 }
 
 // Launches the graphs in place of the passes.
-inline RunOptions replaying(const Captured& captured) {
-  RunOptions options = on_gpu();
-  auto next = std::make_shared<std::size_t>(0);
-  options.launch = [&captured, next](const std::function<void()>&) {
-    check(cudaGraphLaunch(captured.executables.at((*next)++), arena().stream));
+inline RunOptions replaying(const Captured& captured, const RunOptions& base = on_gpu()) {
+  RunOptions options = base;
+  auto count = std::make_shared<int>(0);
+  options.launch = [&captured, count](const std::function<void()>&) {
+    if (++*count % captured.passes != 0) return;
+    check(cudaGraphLaunch(captured.executables.at(std::size_t(*count / captured.passes - 1)), arena().stream));
     check(cudaStreamSynchronize(arena().stream));
   };
   return options;

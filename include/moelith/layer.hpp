@@ -30,6 +30,17 @@ struct PlanOptions {
   std::uint64_t shuffle_seed = 0;   // CPU: nonzero takes tiles in a random order among those that are ready
 };
 
+// A tensor for each of the L local experts, wherever it lies: contiguous, of one dtype (of weights: config.dtype; of their
+// gradients: config.dtype or the accumulator dtype), in the device's memory. Each list has L pointers, or none.
+struct ExpertPointers {
+  DataType dtype = DataType::bfloat16;
+  std::vector<void*> gate_up_proj;  // [2I, H], [I, H] without a gate
+  std::vector<void*> gate_up_bias;  // [2I]
+  std::vector<void*> down_proj;     // [H, I]
+  std::vector<void*> down_bias;     // [H]
+};
+class BoundExperts;  // made by Plan::bind
+
 // Weights of the L local experts and the S shared experts. All contiguous, of config.dtype.
 struct Weights {
   TensorView gate_up_proj;  // [L, 2I, H], rows [gate; up]; [L, I, H] without a gate
@@ -43,6 +54,8 @@ struct Weights {
     TensorView down_bias;     // [H]
   };
   std::vector<Shared> shared;  // S entries
+  // Tensors of the local experts that lie apart; those that it has are not given above.
+  std::shared_ptr<const BoundExperts> bound;
 };
 
 // The inputs of a forward call; backward gets the same ones again. Either router_logits, or topk_ids and topk_weights.
@@ -80,6 +93,9 @@ struct WeightGradients {
     Gradient gate_up_proj, gate_up_bias, down_proj, down_bias;
   };
   std::vector<Shared> shared;  // empty, or S entries
+  // Gradients of the local experts that lie apart: those that it has are computed, and not given above, where only
+  // their `accumulate` counts.
+  std::shared_ptr<const BoundExperts> bound;
 };
 
 // Upstream gradients; each may be left out, which counts as zero (at least one must be given).
@@ -115,6 +131,10 @@ class Plan {
   std::int32_t num_local_experts() const;                    // L
   std::vector<std::int32_t> local_experts() const;           // their global ids, ascending
   BufferSizes buffer_sizes(std::int64_t tokens) const;       // tokens <= max_tokens; monotone in tokens
+
+  // Makes ready what the calls of this plan may be given in the place of stacked tensors, for as long as the memory
+  // stays where it is. Once, outside of a training step: on a GPU it allocates and copies. Throws Error.
+  std::shared_ptr<const BoundExperts> bind(const ExpertPointers& pointers) const;
 
   // saved: a buffer of buffer_sizes(T).saved bytes that a later backward gets, or null for a forward without
   // gradients. stream: a cudaStream_t for a GPU plan, otherwise null. Collective over the group.

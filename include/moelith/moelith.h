@@ -246,6 +246,31 @@ MOELITH_API moelith_status_t moelith_plan_buffer_sizes(moelith_plan_t plan, int6
 MOELITH_API moelith_status_t moelith_plan_saved_formula(moelith_plan_t plan, int64_t tokens, char* text,
                                                         size_t capacity);
 
+/* A tensor for each of the L local experts, wherever it lies: contiguous, all of `dtype`, in the device's memory. Of
+ * weights, dtype is the layer's; of gradients, the layer's or the accumulator dtype. Each list has L pointers, or is
+ * NULL; bias lists only where the config has the bias. */
+typedef struct moelith_expert_pointers {
+  size_t struct_size;
+  int32_t dtype;
+  int32_t count;             /* L */
+  void* const* gate_up_proj; /* each [2I, H]; [I, H] without a gate */
+  void* const* gate_up_bias; /* each [2I] */
+  void* const* down_proj;    /* each [H, I] */
+  void* const* down_bias;    /* each [H] */
+} moelith_expert_pointers_t;
+
+/* Such tensors, made ready for the calls of one plan. */
+typedef struct moelith_bound_experts* moelith_bound_experts_t;
+
+/* Binds the tensors to the plan, for as long as they stay where they are; the lists themselves are copied. Once, outside
+ * of a training step: on a GPU it allocates and copies.
+ * MOELITH_INVALID_ARGUMENT: a null or misaligned pointer or a wrong count, which is named. */
+MOELITH_API moelith_status_t moelith_plan_bind(moelith_plan_t plan, const moelith_expert_pointers_t* pointers,
+                                               moelith_bound_experts_t* bound);
+
+/* Not before all passes that use them are done, replays of captured graphs included. NULL is allowed. */
+MOELITH_API void moelith_bound_experts_destroy(moelith_bound_experts_t bound);
+
 /* ---- a forward and its backward ---------------------------------------------------------------------------------- */
 
 typedef struct moelith_shared_weights {
@@ -273,6 +298,7 @@ typedef struct moelith_inputs {
   moelith_tensor_t down_bias;             /* [L, H] if down_bias */
   const moelith_shared_weights_t* shared; /* S entries; NULL if S is 0 */
   int32_t num_shared;                     /* S */
+  moelith_bound_experts_t bound;          /* optional; the tensors that it has are not given above */
 } moelith_inputs_t;
 
 typedef struct moelith_outputs {
@@ -317,6 +343,8 @@ typedef struct moelith_input_gradients {
   moelith_gradient_t gate_up_proj, gate_up_bias, down_proj, down_bias; /* shapes as in moelith_inputs_t */
   const moelith_shared_gradients_t* shared; /* NULL, or S entries */
   int32_t num_shared;                       /* 0 with NULL, or S */
+  /* Optional: gradients to compute that are not given above, where only their `accumulate` counts. */
+  moelith_bound_experts_t bound;
 } moelith_input_gradients_t;
 
 /* y, and what else is wanted of `outputs`.

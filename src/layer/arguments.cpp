@@ -3,6 +3,8 @@
 #include <initializer_list>
 #include <string>
 
+#include "layer/bound_experts.hpp"
+
 namespace moelith::layer {
 namespace {
 
@@ -56,22 +58,25 @@ struct WeightShapes {
   const LayerConfig& config;
   std::int32_t local_experts;
 
-  // Calls f(name, shape as a list with the expert dimension or without, tensor) for all weights that the config has.
+  // Calls f(name, shape as a list with the expert dimension or without, tensor, whether the config has it, whether it is
+  // bound) for all weights.
   template <class Set, class F>
   void for_each(Set& set, const std::string& prefix, F f) const {
     const std::int64_t h = config.hidden_size, i = config.intermediate_size, l = local_experts;
-    f(prefix + "gate_up_proj", {l, config.gate_up_rows(i), h}, set.gate_up_proj, true);
-    f(prefix + "gate_up_bias", {l, config.gate_up_rows(i)}, set.gate_up_bias, config.gate_up_bias);
-    f(prefix + "down_proj", {l, h, i}, set.down_proj, true);
-    f(prefix + "down_bias", {l, h}, set.down_bias, config.down_bias);
+    static const ExpertPointers none;
+    const ExpertPointers& bound = set.bound ? set.bound->pointers() : none;
+    f(prefix + "gate_up_proj", {l, config.gate_up_rows(i), h}, set.gate_up_proj, true, !bound.gate_up_proj.empty());
+    f(prefix + "gate_up_bias", {l, config.gate_up_rows(i)}, set.gate_up_bias, config.gate_up_bias, !bound.gate_up_bias.empty());
+    f(prefix + "down_proj", {l, h, i}, set.down_proj, true, !bound.down_proj.empty());
+    f(prefix + "down_bias", {l, h}, set.down_bias, config.down_bias, !bound.down_bias.empty());
     for (std::size_t s = 0; s < set.shared.size(); ++s) {
       const std::string name = prefix + "shared[" + std::to_string(s) + "].";
       const std::int64_t w = config.shared_experts[s].intermediate_size;
       auto& shared = set.shared[s];
-      f(name + "gate_up_proj", {config.gate_up_rows(w), h}, shared.gate_up_proj, true);
-      f(name + "gate_up_bias", {config.gate_up_rows(w)}, shared.gate_up_bias, config.gate_up_bias);
-      f(name + "down_proj", {h, w}, shared.down_proj, true);
-      f(name + "down_bias", {h}, shared.down_bias, config.down_bias);
+      f(name + "gate_up_proj", {config.gate_up_rows(w), h}, shared.gate_up_proj, true, false);
+      f(name + "gate_up_bias", {config.gate_up_rows(w)}, shared.gate_up_bias, config.gate_up_bias, false);
+      f(name + "down_proj", {h, w}, shared.down_proj, true, false);
+      f(name + "down_bias", {h}, shared.down_bias, config.down_bias, false);
     }
   }
 };
@@ -131,8 +136,14 @@ CallFacts check_inputs(const LayerConfig& config, std::int32_t local_experts, st
            "one for each of the config's " + std::to_string(config.shared_experts.size()) + " shared experts");
   }
   WeightShapes{config, local_experts}.for_each(
-      inputs.weights, "", [&](const std::string& name, std::initializer_list<std::int64_t> shape, const TensorView& view, bool exists) {
-        if (exists) {
+      inputs.weights, "",
+      [&](const std::string& name, std::initializer_list<std::int64_t> shape, const TensorView& view, bool exists, bool bound) {
+        if (bound) {
+          must_be_absent(view, name, "weights.bound has it");
+          if (inputs.weights.bound->pointers().dtype != type) {
+            refuse(name, to_string(inputs.weights.bound->pointers().dtype), std::string(to_string(type)) + ", the config's dtype");
+          }
+        } else if (exists) {
           check(view, name, {type}, shape);
         } else {
           must_be_absent(view, name, "the config has no such bias");
@@ -187,7 +198,15 @@ void check_gradients(const LayerConfig& config, std::int32_t local_experts, cons
            "none or " + std::to_string(config.shared_experts.size()));
   }
   WeightShapes{config, local_experts}.for_each(
-      in.weights, "d_", [&](const std::string& name, std::initializer_list<std::int64_t> shape, const Gradient& gradient, bool exists) {
+      in.weights, "d_",
+      [&](const std::string& name, std::initializer_list<std::int64_t> shape, const Gradient& gradient, bool exists, bool bound) {
+        if (bound) {
+          must_be_absent(gradient.tensor, name, "weights.bound has it");
+          const DataType given = in.weights.bound->pointers().dtype;
+          if (gradient.accumulate && given != accumulator) {
+            refuse(name + " (accumulated)", to_string(given), to_string(accumulator));
+          }
+        }
         if (!gradient.tensor.given()) return;
         if (!exists) refuse(name, "a tensor", "nothing, since the config has no such bias");
         if (gradient.accumulate) {
@@ -196,6 +215,38 @@ void check_gradients(const LayerConfig& config, std::int32_t local_experts, cons
           check(gradient.tensor, name, {type, accumulator}, shape);
         }
       });
+}
+
+void check_pointers(const LayerConfig& config, std::int32_t local_experts, const ExpertPointers& pointers) {
+  const DataType type = pointers.dtype;
+  if (type != config.dtype && type != config.accumulator_dtype()) {
+    refuse("dtype of the pointers", to_string(type), list_of({config.dtype, config.accumulator_dtype()}));
+  }
+  bool any = false;
+  auto check_list = [&](const std::vector<void*>& list, const char* name, bool exists) {
+    if (list.empty()) return;
+    any = true;
+    if (!exists) refuse(name, std::to_string(list.size()) + " pointers", "none, since the config has no such bias");
+    if (list.size() != static_cast<std::size_t>(local_experts)) {
+      refuse(name, std::to_string(list.size()) + " pointers", std::to_string(local_experts) + ", one for each local expert, or none");
+    }
+    for (std::size_t e = 0; e < list.size(); ++e) {
+      const std::string one = std::string(name) + "[" + std::to_string(e) + "]";
+      if (!list[e]) refuse(one, "a null pointer", std::string("memory of ") + to_string(type));
+      if (reinterpret_cast<std::uintptr_t>(list[e]) % size_of(type) != 0) {
+        refuse(one, "memory that is not aligned to its elements", "an address divisible by " + std::to_string(size_of(type)));
+      }
+    }
+  };
+  check_list(pointers.gate_up_proj, "gate_up_proj", true);
+  check_list(pointers.gate_up_bias, "gate_up_bias", config.gate_up_bias);
+  check_list(pointers.down_proj, "down_proj", true);
+  check_list(pointers.down_bias, "down_bias", config.down_bias);
+  if (!any && local_experts > 0) refuse("pointers", "no list", "at least one list of pointers");
+}
+
+void check_bound(const BoundExperts* bound, const Plan::Impl* plan, const char* name) {
+  if (bound && bound->plan() != plan) refuse(name, "tensors that another plan has bound", "those of this plan's bind()");
 }
 
 void check_buffer(const void* buffer, std::uint64_t size, const char* name) {

@@ -16,6 +16,9 @@ struct CallFacts {
 
 // max_tokens: the plan's. Returns what the inputs say of the call.
 CallFacts check_inputs(const LayerConfig& config, std::int32_t local_experts, std::int64_t max_tokens, const Inputs& inputs);
+void check_pointers(const LayerConfig& config, std::int32_t local_experts, const ExpertPointers& pointers);
+// Of bound tensors: that they are this plan's.
+void check_bound(const BoundExperts* bound, const Plan::Impl* plan, const char* name);
 void check_outputs(const LayerConfig& config, const CallFacts& facts, const Outputs& outputs);
 void check_gradients(const LayerConfig& config, std::int32_t local_experts, const CallFacts& facts, const Inputs& inputs,
                      const OutputGradients& output_gradients, const InputGradients& input_gradients);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <cstddef>
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -24,6 +25,10 @@ struct moelith_group {
 
 struct moelith_plan {
   moelith::Plan plan;
+};
+
+struct moelith_bound_experts {
+  std::shared_ptr<const moelith::BoundExperts> experts;
 };
 
 namespace moelith {
@@ -98,8 +103,16 @@ void check_struct_size(std::size_t struct_size, std::size_t oldest, std::size_t 
 }
 
 template <class T>
+constexpr std::size_t oldest_size = sizeof(T);  // of a struct that has not grown
+// These ended before `bound`.
+template <>
+constexpr std::size_t oldest_size<moelith_inputs_t> = offsetof(moelith_inputs_t, bound);
+template <>
+constexpr std::size_t oldest_size<moelith_input_gradients_t> = offsetof(moelith_input_gradients_t, bound);
+
+template <class T>
 T copy_of(const T* given, const char* name) {
-  constexpr std::size_t oldest = sizeof(T);  // every struct is at its first version
+  constexpr std::size_t oldest = oldest_size<T>;
   const std::size_t struct_size = deref(given, name).struct_size;
   check_struct_size(struct_size, oldest, sizeof(T), name);
   T copy{};
@@ -231,6 +244,24 @@ moelith_layer_config_t c_config_of(const LayerConfig& config) {
   return c;
 }
 
+std::shared_ptr<const BoundExperts> bound_of(moelith_bound_experts_t bound) { return bound ? bound->experts : nullptr; }
+
+ExpertPointers pointers_of(const moelith_expert_pointers_t* given) {
+  const moelith_expert_pointers_t c = copy_of(given, "pointers");
+  constexpr std::int32_t most_experts = 1024;  // bounds what is read; the plan compares the count with its experts
+  if (c.count < 0 || c.count > most_experts) {
+    refuse("pointers.count is " + std::to_string(c.count) + "; accepted: the number of local experts");
+  }
+  ExpertPointers pointers;
+  pointers.dtype = enumerator(c.dtype, DataType::uint8, "pointers.dtype");
+  const auto list = [&](void* const* from) { return from ? std::vector<void*>(from, from + c.count) : std::vector<void*>{}; };
+  pointers.gate_up_proj = list(c.gate_up_proj);
+  pointers.gate_up_bias = list(c.gate_up_bias);
+  pointers.down_proj = list(c.down_proj);
+  pointers.down_bias = list(c.down_bias);
+  return pointers;
+}
+
 // `shared` and `num_shared` of a struct: the count is bounded and the pointer there before an entry is read.
 template <class T>
 const T* shared_array(const T* shared, std::int32_t count, const char* name) {
@@ -264,6 +295,7 @@ Inputs inputs_of(const moelith_inputs_t* given) {
         {view_of(shared[s].gate_up_proj, name + "gate_up_proj"), view_of(shared[s].gate_up_bias, name + "gate_up_bias"),
          view_of(shared[s].down_proj, name + "down_proj"), view_of(shared[s].down_bias, name + "down_bias")});
   }
+  inputs.weights.bound = bound_of(c.bound);
   return inputs;
 }
 
@@ -308,6 +340,7 @@ InputGradients input_gradients_of(const moelith_input_gradients_t* given) {
                                         gradient_of(shared[s].down_proj, name + "down_proj"),
                                         gradient_of(shared[s].down_bias, name + "down_bias")});
   }
+  gradients.weights.bound = bound_of(c.bound);
   return gradients;
 }
 
@@ -482,6 +515,17 @@ moelith_status_t moelith_plan_saved_formula(moelith_plan_t plan, int64_t tokens,
     text[length] = '\0';
   });
 }
+
+moelith_status_t moelith_plan_bind(moelith_plan_t plan, const moelith_expert_pointers_t* pointers,
+                                   moelith_bound_experts_t* bound) {
+  return guarded([&] {
+    const Plan& of = deref(plan, "plan").plan;
+    deref(bound, "bound");
+    *bound = new moelith_bound_experts{of.bind(pointers_of(pointers))};
+  });
+}
+
+void moelith_bound_experts_destroy(moelith_bound_experts_t bound) { delete bound; }
 
 moelith_status_t moelith_forward(moelith_plan_t plan, const moelith_inputs_t* inputs, const moelith_outputs_t* outputs,
                                  void* saved, void* workspace, void* stream) {

@@ -7,6 +7,7 @@
 #include "executors/cpu/pass_data.hpp"
 #include "executors/cpu/run_pass.hpp"
 #include "executors/cpu/thread_pool.hpp"
+#include "layer/bound_experts.hpp"
 #include "layer/plan.hpp"
 #include "numerics/elementary.hpp"
 #include "routing/caller_routes.hpp"
@@ -307,10 +308,14 @@ class CpuLayer final : public DeviceLayer {
     data.slots.resize(geometry.local_experts + shared_count_);
     for (std::int32_t e = 0; e < geometry.local_experts; ++e) {
       auto& slot = data.slots[e];
-      slot.gate_up_proj = data_of<Storage>(weights.gate_up_proj) + e * pre * h;
-      slot.down_proj = data_of<Storage>(weights.down_proj) + e * h * i;
-      if (config_.gate_up_bias) slot.gate_up_bias = data_of<Storage>(weights.gate_up_bias) + e * pre;
-      if (config_.down_bias) slot.down_bias = data_of<Storage>(weights.down_bias) + e * h;
+      const auto tensor = [&](const TensorView& stacked, PointerList list, std::int64_t size) -> Storage* {
+        if (void* const* apart = bound_list(weights.bound, list)) return static_cast<Storage*>(apart[e]);
+        return stacked.data ? static_cast<Storage*>(stacked.data) + e * size : nullptr;
+      };
+      slot.gate_up_proj = tensor(weights.gate_up_proj, &ExpertPointers::gate_up_proj, pre * h);
+      slot.down_proj = tensor(weights.down_proj, &ExpertPointers::down_proj, h * i);
+      slot.gate_up_bias = tensor(weights.gate_up_bias, &ExpertPointers::gate_up_bias, pre);
+      slot.down_bias = tensor(weights.down_bias, &ExpertPointers::down_bias, h);
     }
     for (std::size_t s = 0; s < shared_count_; ++s) {
       auto& slot = data.slots[geometry.local_experts + s];
@@ -415,33 +420,34 @@ class CpuLayer final : public DeviceLayer {
     // What is wanted of each slot, and so of the pass. Ranks may differ in all but dx, which others' tiles write.
     sizes.want_dx = several || gradients.x.given();
     sizes.want_gate_up_wgrad = sizes.want_down_wgrad = sizes.want_gate_up_bias_grad = sizes.want_down_bias_grad = false;
-    auto target = [](const Gradient& gradient, std::int64_t offset, bool& wanted) {
+    auto target = [](const ExpertGradient& gradient, std::int64_t e, std::int64_t size, bool& wanted) {
       typename PassData<Storage>::Slot::Target t;
-      if (!gradient.tensor.given()) return t;
+      if (!gradient.wanted()) return t;
       wanted = true;
-      t.data = static_cast<std::byte*>(gradient.tensor.data) + offset * std::int64_t(size_of(gradient.tensor.dtype));
-      t.dtype = gradient.tensor.dtype;
+      t.data = gradient.of(e, size);
+      t.dtype = gradient.dtype;
       t.accumulate = gradient.accumulate;
       return t;
     };
     const auto& w = gradients.weights;
-    const std::int64_t h = config_.hidden_size, i = config_.intermediate_size, pre = config_.gate_up_rows(i);
-    auto set_targets = [&](typename PassData<Storage>::Slot& slot, const Gradient& gate_up, const Gradient& gate_up_bias,
-                           const Gradient& down, const Gradient& down_bias, std::int64_t e) {
-      slot.gate_up_grad = target(gate_up, e * pre * h, sizes.want_gate_up_wgrad);
-      slot.gate_up_bias_grad = target(gate_up_bias, e * pre, sizes.want_gate_up_bias_grad);
-      slot.down_grad = target(down, e * h * i, sizes.want_down_wgrad);
-      slot.down_bias_grad = target(down_bias, e * h, sizes.want_down_bias_grad);
+    const std::int64_t h = config_.hidden_size;
+    auto set_targets = [&](typename PassData<Storage>::Slot& slot, const auto& g, const std::shared_ptr<const BoundExperts>& bound,
+                           std::int64_t e, std::int64_t width) {
+      const std::int64_t pre = config_.gate_up_rows(width);
+      using P = ExpertPointers;
+      slot.gate_up_grad = target({g.gate_up_proj, bound, &P::gate_up_proj}, e, pre * h, sizes.want_gate_up_wgrad);
+      slot.gate_up_bias_grad = target({g.gate_up_bias, bound, &P::gate_up_bias}, e, pre, sizes.want_gate_up_bias_grad);
+      slot.down_grad = target({g.down_proj, bound, &P::down_proj}, e, h * width, sizes.want_down_wgrad);
+      slot.down_bias_grad = target({g.down_bias, bound, &P::down_bias}, e, h, sizes.want_down_bias_grad);
     };
     for (std::int32_t e = 0; e < geometry.local_experts; ++e) {
-      set_targets(data.slots[e], w.gate_up_proj, w.gate_up_bias, w.down_proj, w.down_bias, e);
+      set_targets(data.slots[e], w, w.bound, e, config_.intermediate_size);
       data.slots[e].d_pre_activation = at<Storage>(workspace, scratch.d_pre_activation);
     }
     for (std::size_t s = 0; s < shared_count_; ++s) {
       auto& slot = data.slots[geometry.local_experts + s];
       if (!w.shared.empty()) {
-        const auto& g = w.shared[s];
-        set_targets(slot, g.gate_up_proj, g.gate_up_bias, g.down_proj, g.down_bias, 0);
+        set_targets(slot, w.shared[s], nullptr, 0, config_.shared_experts[s].intermediate_size);
       }
       slot.d_pre_activation = at<Storage>(workspace, scratch.shared_d_pre_activation[s]);
       data.shared_rows.push_back(at<Storage>(workspace, scratch.shared_rows[s]));
@@ -491,6 +497,18 @@ class CpuLayer final : public DeviceLayer {
     };
     zero(gradients.x);
     zero_set(gradients.weights);
+    const std::int64_t h = config_.hidden_size, i = config_.intermediate_size;
+    const auto zero_apart = [&](const Gradient& gradient, PointerList list, std::int64_t size) {
+      const ExpertGradient g(gradient, gradients.weights.bound, list);
+      if (!g.apart || g.accumulate) return;
+      for (std::int32_t e = 0; e < static_cast<std::int32_t>(plan_.local_experts.size()); ++e) {
+        std::memset(g.apart[e], 0, static_cast<std::size_t>(size) * size_of(g.dtype));
+      }
+    };
+    zero_apart(gradients.weights.gate_up_proj, &ExpertPointers::gate_up_proj, config_.gate_up_rows(i) * h);
+    zero_apart(gradients.weights.gate_up_bias, &ExpertPointers::gate_up_bias, config_.gate_up_rows(i));
+    zero_apart(gradients.weights.down_proj, &ExpertPointers::down_proj, h * i);
+    zero_apart(gradients.weights.down_bias, &ExpertPointers::down_bias, h);
     for (const auto& shared : gradients.weights.shared) zero_set(shared);
   }
 

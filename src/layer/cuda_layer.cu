@@ -9,8 +9,10 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "executors/cuda/pass_data.hpp"
+#include "layer/bound_experts.hpp"
 #include "layer/plan.hpp"
 #include "routing/device_router.hpp"
 #include "schedule/dependencies.hpp"
@@ -62,13 +64,17 @@ struct ZeroTensors {
   struct Tensor {
     unsigned short* data;
     std::int64_t rows, length, stride;  // in 2-byte words
+    void* const* apart;                 // where each row lies, in the place of data and stride
   } tensor[most];
   int count = 0;
 
   void add(const TensorView& view) {
     if (!view.given() || view.numel() == 0) return;
     const std::int64_t words = std::int64_t(size_of(view.dtype)) / 2, rows = view.rank == 2 ? view.shape[0] : 1;
-    tensor[count++] = {static_cast<unsigned short*>(view.data), rows, view.numel() / rows * words, (rows > 1 ? view.stride[0] : 0) * words};
+    tensor[count++] = {static_cast<unsigned short*>(view.data), rows, view.numel() / rows * words, (rows > 1 ? view.stride[0] : 0) * words, nullptr};
+  }
+  void add(void* const* apart, std::int64_t count, std::int64_t size, DataType type) {
+    tensor[this->count++] = {nullptr, count, size * std::int64_t(size_of(type)) / 2, 0, apart};
   }
   void add(const Gradient& gradient) {
     if (!gradient.accumulate) add(gradient.tensor);
@@ -78,10 +84,31 @@ __global__ void zero_tensors(const __grid_constant__ ZeroTensors tensors) {
   for (int i = 0; i < tensors.count; ++i) {
     const auto& t = tensors.tensor[i];
     for (std::int64_t row = blockIdx.x; row < t.rows; row += gridDim.x) {
-      for (std::int64_t n = threadIdx.x; n < t.length; n += blockDim.x) t.data[row * t.stride + n] = 0;
+      auto* data = t.apart ? static_cast<unsigned short*>(t.apart[row]) : t.data + row * t.stride;
+      for (std::int64_t n = threadIdx.x; n < t.length; n += blockDim.x) data[n] = 0;
     }
   }
 }
+
+// What bind() makes: in one piece of device memory the pointers of each kind, and the tensor maps of the projections.
+struct DeviceExperts {
+  DeviceExperts() = default;
+  DeviceExperts(const DeviceExperts&) = delete;
+  DeviceExperts& operator=(const DeviceExperts&) = delete;
+  ~DeviceExperts() { cudaFree(memory); }
+
+  void* memory = nullptr;
+  void* const* gate_up_proj = nullptr;
+  void* const* gate_up_bias = nullptr;
+  void* const* down_proj = nullptr;
+  void* const* down_bias = nullptr;
+  const void *gate_up_maps = nullptr, *down_maps = nullptr;
+
+  static const DeviceExperts& of(const std::shared_ptr<const BoundExperts>& bound) {
+    static const DeviceExperts none;
+    return bound ? *static_cast<const DeviceExperts*>(bound->of_device()) : none;
+  }
+};
 
 // What a forward keeps beside SavedBuffer's parts: the gates, and the counters of backward, which a pass leaves at zero.
 struct Extras {
@@ -147,6 +174,51 @@ class CudaLayer final : public DeviceLayer {
 
   BufferSizes buffer_sizes(std::int64_t tokens) const override {
     return placement(tokens)->sizes;
+  }
+
+  std::shared_ptr<const void> bind(const ExpertPointers& pointers) const override {
+    auto check_list = [](const std::vector<void*>& list, const char* name) {
+      for (std::size_t e = 0; e < list.size(); ++e) {
+        if (reinterpret_cast<std::uintptr_t>(list[e]) % 16 == 0) continue;
+        throw Error(Status::invalid_argument, std::string(name) + "[" + std::to_string(e) +
+                                                  "]: got memory that is not aligned, accepted is an address divisible by 16");
+      }
+    };
+    check_list(pointers.gate_up_proj, "gate_up_proj");
+    check_list(pointers.gate_up_bias, "gate_up_bias");
+    check_list(pointers.down_proj, "down_proj");
+    check_list(pointers.down_bias, "down_bias");
+    const std::int64_t h = config_.hidden_size, i = config_.intermediate_size;
+    const auto experts = static_cast<std::int32_t>(plan_.local_experts.size());
+    auto made = std::make_shared<DeviceExperts>();
+    std::vector<std::byte> bytes;
+    auto place = [&bytes](const void* data, std::size_t size) {  // where it will lie, behind what is there already
+      const std::size_t offset = (bytes.size() + 63) / 64 * 64;
+      bytes.resize(offset + size);
+      std::copy_n(static_cast<const std::byte*>(data), size, bytes.data() + offset);
+      return offset;
+    };
+    constexpr std::size_t none = ~std::size_t(0);
+    auto place_list = [&](const std::vector<void*>& list) { return list.empty() ? none : place(list.data(), list.size() * sizeof(void*)); };
+    auto place_maps = [&](const std::vector<void*>& list, std::int64_t rows, std::int64_t columns, bool of_gate_up) {
+      if (list.empty() || pointers.dtype != DataType::bfloat16) return none;
+      const auto maps = executors::cuda::sm90_expert_maps(list.data(), experts, rows, columns, tile_, of_gate_up);
+      return place(maps.data(), maps.size());
+    };
+    const std::size_t offsets[6] = {place_list(pointers.gate_up_proj), place_list(pointers.gate_up_bias),
+                                    place_list(pointers.down_proj), place_list(pointers.down_bias),
+                                    place_maps(pointers.gate_up_proj, config_.gate_up_rows(i), h, true),
+                                    place_maps(pointers.down_proj, h, i, false)};
+    check_cuda(cudaMalloc(&made->memory, std::max<std::size_t>(bytes.size(), 64)), "memory of bound experts");
+    check_cuda(cudaMemcpy(made->memory, bytes.data(), bytes.size(), cudaMemcpyHostToDevice), "copy of bound experts");
+    auto at = [&](std::size_t offset) { return offset == none ? nullptr : static_cast<void*>(static_cast<std::byte*>(made->memory) + offset); };
+    made->gate_up_proj = static_cast<void* const*>(at(offsets[0]));
+    made->gate_up_bias = static_cast<void* const*>(at(offsets[1]));
+    made->down_proj = static_cast<void* const*>(at(offsets[2]));
+    made->down_bias = static_cast<void* const*>(at(offsets[3]));
+    made->gate_up_maps = at(offsets[4]);
+    made->down_maps = at(offsets[5]);
+    return made;
   }
 
   void forward(const CallFacts& facts, const Inputs& inputs, const Outputs& outputs, void* saved, void* workspace,
@@ -356,6 +428,16 @@ class CudaLayer final : public DeviceLayer {
       group.down_bias = data_of<bfloat16>(weights.down_bias);
     };
     set(data.groups[0], inputs.weights, geometry.local_experts, config_.intermediate_size);
+    const DeviceExperts& apart = DeviceExperts::of(inputs.weights.bound);
+    auto take = [](executors::cuda::ExpertTensors& tensors, void* const* list) {
+      tensors.apart = reinterpret_cast<const bfloat16* const*>(list);
+    };
+    take(data.groups[0].gate_up_proj, apart.gate_up_proj);
+    take(data.groups[0].gate_up_bias, apart.gate_up_bias);
+    take(data.groups[0].down_proj, apart.down_proj);
+    take(data.groups[0].down_bias, apart.down_bias);
+    data.groups[0].gate_up_maps = apart.gate_up_maps;
+    data.groups[0].down_maps = apart.down_maps;
     for (std::size_t s = 0; s < shared_count_; ++s) {
       set(data.groups[1 + s], inputs.weights.shared[s], 1, config_.shared_experts[s].intermediate_size);
     }
@@ -390,6 +472,17 @@ class CudaLayer final : public DeviceLayer {
     routed.slots = at<bfloat16>(workspace, scratch.route_rows);
     routed.dprob = at<float>(workspace, scratch.route_dprob);
     set(routed, gradients.weights);
+    const auto& bound = gradients.weights.bound;
+    const DeviceExperts& apart = DeviceExperts::of(bound);
+    auto take = [&](GradientTarget& t, const Gradient& gradient, void* const* list, bool& wanted) {
+      if (!list) return;
+      wanted = true;
+      t = {nullptr, list, bound->pointers().dtype == DataType::float32, gradient.accumulate};
+    };
+    take(routed.gate_up_grad, gradients.weights.gate_up_proj, apart.gate_up_proj, sizes.want_gate_up_wgrad);
+    take(routed.gate_up_bias_grad, gradients.weights.gate_up_bias, apart.gate_up_bias, sizes.want_gate_up_bias_grad);
+    take(routed.down_grad, gradients.weights.down_proj, apart.down_proj, sizes.want_down_wgrad);
+    take(routed.down_bias_grad, gradients.weights.down_bias, apart.down_bias, sizes.want_down_bias_grad);
     for (std::size_t s = 0; s < shared_count_; ++s) {
       auto& group = data.groups[1 + s];
       group.pre_activation = geometry.recompute ? at<bfloat16>(workspace, scratch.shared_pre_activation[s])
@@ -420,6 +513,16 @@ class CudaLayer final : public DeviceLayer {
     zero.add(gradients.x);
     add_set(gradients.weights);
     for (const auto& shared : gradients.weights.shared) add_set(shared);
+    const auto& bound = gradients.weights.bound;
+    const DeviceExperts& apart = DeviceExperts::of(bound);
+    const std::int64_t h = config_.hidden_size, i = config_.intermediate_size;
+    auto add_apart = [&](const Gradient& gradient, void* const* list, std::int64_t size) {
+      if (list && !gradient.accumulate) zero.add(list, std::int64_t(plan_.local_experts.size()), size, bound->pointers().dtype);
+    };
+    add_apart(gradients.weights.gate_up_proj, apart.gate_up_proj, config_.gate_up_rows(i) * h);
+    add_apart(gradients.weights.gate_up_bias, apart.gate_up_bias, config_.gate_up_rows(i));
+    add_apart(gradients.weights.down_proj, apart.down_proj, h * i);
+    add_apart(gradients.weights.down_bias, apart.down_bias, h);
     if (zero.count == 0) return;
     zero_tensors<<<264, 512, 0, static_cast<cudaStream_t>(stream)>>>(zero);
     check_cuda(cudaGetLastError(), "launch of the zero gradients");

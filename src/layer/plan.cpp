@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <string>
 
+#include "layer/bound_experts.hpp"
+
 namespace moelith {
 namespace {
 
@@ -150,8 +152,14 @@ BufferSizes Plan::buffer_sizes(std::int64_t tokens) const {
   return impl_->device->buffer_sizes(tokens);
 }
 
+std::shared_ptr<const BoundExperts> Plan::bind(const ExpertPointers& pointers) const {
+  layer::check_pointers(impl_->config, num_local_experts(), pointers);
+  return std::make_shared<BoundExperts>(impl_, pointers, impl_->device->bind(pointers));
+}
+
 void Plan::forward(const Inputs& inputs, const Outputs& outputs, void* saved, void* workspace, void* stream) const {
   const auto facts = layer::check_inputs(impl_->config, num_local_experts(), impl_->options.max_tokens, inputs);
+  layer::check_bound(inputs.weights.bound.get(), impl_.get(), "weights.bound");
   layer::check_outputs(impl_->config, facts, outputs);
   const BufferSizes sizes = impl_->device->buffer_sizes(facts.tokens);
   if (saved) layer::check_buffer(saved, sizes.saved, "saved");
@@ -163,6 +171,8 @@ void Plan::forward(const Inputs& inputs, const Outputs& outputs, void* saved, vo
 void Plan::backward(const Inputs& inputs, const void* saved, const OutputGradients& output_gradients,
                     const InputGradients& input_gradients, void* workspace, void* stream) const {
   const auto facts = layer::check_inputs(impl_->config, num_local_experts(), impl_->options.max_tokens, inputs);
+  layer::check_bound(inputs.weights.bound.get(), impl_.get(), "weights.bound");
+  layer::check_bound(input_gradients.weights.bound.get(), impl_.get(), "d_weights.bound");
   layer::check_gradients(impl_->config, num_local_experts(), facts, inputs, output_gradients, input_gradients);
   const BufferSizes sizes = impl_->device->buffer_sizes(facts.tokens);
   layer::check_buffer(saved, sizes.saved, "saved");

@@ -17,6 +17,8 @@ class DeviceLayer {
  public:
   virtual ~DeviceLayer() = default;
   virtual BufferSizes buffer_sizes(std::int64_t tokens) const = 0;
+  // What the device needs of tensors that lie apart, beside their addresses.
+  virtual std::shared_ptr<const void> bind(const ExpertPointers&) const { return nullptr; }
   virtual void forward(const CallFacts& facts, const Inputs& inputs, const Outputs& outputs, void* saved, void* workspace,
                        void* stream) const = 0;
   virtual void backward(const CallFacts& facts, const Inputs& inputs, const void* saved,

@@ -46,10 +46,10 @@ struct GateUp : Scene {
     return load(data.x[token(rows(e).begin + m) * data.x_stride + k]);
   }
   __device__ float b(int e, std::int64_t n, std::int64_t k) const {
-    return load(tensors().gate_up_proj[(e * pre_width() + n) * hidden() + k]);
+    return load(tensors().gate_up_proj.of(e, pre_width() * hidden())[n * hidden() + k]);
   }
   __device__ void store_sum(int e, std::int64_t m, std::int64_t n, float sum) const {
-    if (tensors().gate_up_bias) sum += load(tensors().gate_up_bias[e * pre_width() + n]);
+    if (tensors().gate_up_bias) sum += load(tensors().gate_up_bias.of(e, pre_width())[n]);
     tensors().pre_activation[(rows(e).begin + m) * pre_width() + n] = store<bfloat16>(sum);
   }
 };
@@ -61,10 +61,10 @@ struct Down : Scene {
     return load(tensors().activated[(rows(e).begin + m) * tensors().width + k]);
   }
   __device__ float b(int e, std::int64_t n, std::int64_t k) const {
-    return load(tensors().down_proj[(e * hidden() + n) * tensors().width + k]);
+    return load(tensors().down_proj.of(e, hidden() * tensors().width)[n * tensors().width + k]);
   }
   __device__ void store_sum(int e, std::int64_t m, std::int64_t n, float sum) const {
-    if (tensors().down_bias) sum += load(tensors().down_bias[e * hidden() + n]);
+    if (tensors().down_bias) sum += load(tensors().down_bias.of(e, hidden())[n]);
     tensors().slots[index(rows(e).begin + m) * hidden() + n] = store<bfloat16>(sum);
   }
 };
@@ -77,7 +77,7 @@ struct DownDgrad : Scene {
     return load(data.dy[token(rows(e).begin + m) * data.dy_stride + k]);
   }
   __device__ float b(int e, std::int64_t n, std::int64_t k) const {
-    return load(tensors().down_proj[(e * hidden() + k) * tensors().width + n]);
+    return load(tensors().down_proj.of(e, hidden() * tensors().width)[k * tensors().width + n]);
   }
   __device__ void store_sum(int e, std::int64_t m, std::int64_t n, float sum) const {
     d_activated[(rows(e).begin + m) * tensors().width + n] = sum;
@@ -91,14 +91,14 @@ struct GateUpDgrad : Scene {
     return load(tensors().d_pre_activation[(rows(e).begin + m) * pre_width() + k]);
   }
   __device__ float b(int e, std::int64_t n, std::int64_t k) const {
-    return load(tensors().gate_up_proj[(e * pre_width() + k) * hidden() + n]);
+    return load(tensors().gate_up_proj.of(e, pre_width() * hidden())[k * hidden() + n]);
   }
   __device__ void store_sum(int e, std::int64_t m, std::int64_t n, float sum) const {
     tensors().slots[index(rows(e).begin + m) * hidden() + n] = store<bfloat16>(sum);
   }
 };
 __device__ void store_gradient(const GradientTarget& target, std::int64_t at, float sum, bool empty) {
-  if (!target.data || (empty && target.accumulate)) return;
+  if (!target || (empty && target.accumulate)) return;
   if (target.is_float) {
     float& out = static_cast<float*>(target.data)[at];
     out = target.accumulate ? out + sum : sum;
@@ -118,7 +118,7 @@ struct GateUpWgrad : Scene {
     return load(data.x[token(rows(e).begin + k) * data.x_stride + n]);
   }
   __device__ void store_sum(int e, std::int64_t m, std::int64_t n, float sum) const {
-    store_gradient(tensors().gate_up_grad, (e * pre_width() + m) * hidden() + n, sum, rows(e).size() == 0);
+    store_gradient(tensors().gate_up_grad.of(e, pre_width() * hidden()), m * hidden() + n, sum, rows(e).size() == 0);
   }
 };
 struct DownWgrad : Scene {
@@ -132,7 +132,7 @@ struct DownWgrad : Scene {
     return load(tensors().activated[(rows(e).begin + k) * tensors().width + n]);
   }
   __device__ void store_sum(int e, std::int64_t m, std::int64_t n, float sum) const {
-    store_gradient(tensors().down_grad, (e * hidden() + m) * tensors().width + n, sum, rows(e).size() == 0);
+    store_gradient(tensors().down_grad.of(e, hidden() * tensors().width), m * tensors().width + n, sum, rows(e).size() == 0);
   }
 };
 
@@ -200,7 +200,7 @@ __global__ void activate_backward(const __grid_constant__ Scene s, const float* 
       int e = 0;
       while (s.group == 0 && row >= s.rows(e).end) ++e;
       for (std::int64_t c = 0; s.after_down() && c < s.hidden(); ++c) {
-        share += load(s.data.dy[s.token(row) * s.data.dy_stride + c]) * load(g.down_bias[e * s.hidden() + c]);
+        share += load(s.data.dy[s.token(row) * s.data.dy_stride + c]) * load(g.down_bias.of(e, s.hidden())[c]);
       }
       g.dprob[s.index(row) * g.dprob_groups + g.dprob_groups - 1] = share;
     }
@@ -223,7 +223,8 @@ __global__ void bias_gradient(const __grid_constant__ Scene s, bool of_gate_up) 
       }
       total += sum;
     }
-    store_gradient(of_gate_up ? s.tensors().gate_up_bias_grad : s.tensors().down_bias_grad, e * columns + c, total, rows.size() == 0);
+    const GradientTarget& target = of_gate_up ? s.tensors().gate_up_bias_grad : s.tensors().down_bias_grad;
+    store_gradient(target.of(e, columns), c, total, rows.size() == 0);
   }
 }
 
@@ -301,10 +302,10 @@ void naive_run_pass(const PassData& data, float* scratch, void* stream_pointer) 
     activate_backward<<<1024, 256, 0, stream>>>(scene, scratch, room);
     check("activation backward");
     if (sizes.want_dx) run(GateUpDgrad{scene}, sizes.hidden_size, sizes.tokens, group.experts, stream);
-    if (group.gate_up_grad.data) run(GateUpWgrad{scene}, sizes.hidden_size, pre_width, group.experts, stream);
-    if (group.down_grad.data) run(DownWgrad{scene}, group.width, sizes.hidden_size, group.experts, stream);
-    if (group.gate_up_bias_grad.data) bias_gradient<<<group.experts, 256, 0, stream>>>(scene, true);
-    if (group.down_bias_grad.data) bias_gradient<<<group.experts, 256, 0, stream>>>(scene, false);
+    if (group.gate_up_grad) run(GateUpWgrad{scene}, sizes.hidden_size, pre_width, group.experts, stream);
+    if (group.down_grad) run(DownWgrad{scene}, group.width, sizes.hidden_size, group.experts, stream);
+    if (group.gate_up_bias_grad) bias_gradient<<<group.experts, 256, 0, stream>>>(scene, true);
+    if (group.down_bias_grad) bias_gradient<<<group.experts, 256, 0, stream>>>(scene, false);
     check("bias gradients");
   }
   combine<<<1024, 256, 0, stream>>>(data);

@@ -3,10 +3,13 @@
 // Symbols as in schedule/extents.hpp; F = gate_up_factor.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "numerics/activation.hpp"
 #include "numerics/bfloat16.hpp"
+#include "numerics/host_device.hpp"
 #include "schedule/dependencies.hpp"
 #include "schedule/extents.hpp"
 
@@ -14,22 +17,48 @@ namespace moelith::executors::cuda {
 
 using numerics::bfloat16;
 
-// A weight gradient to be written, or added to.
-struct GradientTarget {
-  void* data = nullptr;        // null: not wanted
-  bool is_float = false;       // float32, otherwise bfloat16
-  bool accumulate = false;
+// A tensor of each expert of a group: stacked, or each at a place of its own.
+struct ExpertTensors {
+  const bfloat16* stacked = nullptr;
+  const bfloat16* const* apart = nullptr;  // [experts], in device memory
+
+  ExpertTensors() = default;
+  ExpertTensors(const bfloat16* data) : stacked(data) {}
+  MOELITH_HD explicit operator bool() const { return stacked || apart; }
+  // size: elements of one expert's tensor.
+  MOELITH_HD const bfloat16* of(std::int64_t expert, std::int64_t size) const {
+    return apart ? apart[expert] : stacked + expert * size;
+  }
 };
 
-// Experts of one width whose tensors are stacked: group 0 are the L routed experts, group 1 + s is shared expert s.
-// Row r of the group (a routed row, or a token of the shared expert) is at base + r * width of that tensor.
+// A weight gradient to be written, or added to; with neither pointer it is not wanted.
+struct GradientTarget {
+  void* data = nullptr;            // stacked,
+  void* const* apart = nullptr;    // or [experts] pointers, in device memory
+  bool is_float = false;           // float32, otherwise bfloat16
+  bool accumulate = false;
+
+  MOELITH_HD explicit operator bool() const { return data || apart; }
+  MOELITH_HD GradientTarget of(std::int64_t expert, std::int64_t size) const {
+    GradientTarget one = *this;
+    one.apart = nullptr;
+    one.data = apart ? apart[expert] : static_cast<char*>(data) + expert * size * (is_float ? 4 : 2);
+    return one;
+  }
+};
+
+// Experts of one width: group 0 are the L routed experts, group 1 + s is shared expert s. Row r of the group (a routed
+// row, or a token of the shared expert) is at base + r * width of that tensor.
 struct ExpertGroup {
   std::int32_t experts = 0;  // L, or 1
   std::int64_t width = 0;    // I
-  const bfloat16* gate_up_proj = nullptr;   // [experts, F I, H]
-  const bfloat16* gate_up_bias = nullptr;   // [experts, F I], or null
-  const bfloat16* down_proj = nullptr;      // [experts, H, I]
-  const bfloat16* down_bias = nullptr;      // [experts, H], or null
+  ExpertTensors gate_up_proj;               // [F I, H] of each
+  ExpertTensors gate_up_bias;               // [F I], or none
+  ExpertTensors down_proj;                  // [H, I]
+  ExpertTensors down_bias;                  // [H], or none
+  // Tensor maps of projections that lie apart, in device memory, as sm90_expert_maps makes them.
+  const void* gate_up_maps = nullptr;
+  const void* down_maps = nullptr;
   bfloat16* pre_activation = nullptr;       // [rows, F I]; null in a forward that saves nothing
   bfloat16* activated = nullptr;            // [rows, I]: act (forward), weighted act (backward; null: not wanted)
   bfloat16* d_pre_activation = nullptr;     // [rows, F I], backward; null: not wanted
@@ -88,6 +117,11 @@ struct PassData {
 // Tile shapes of the sm_90a executor for output tiles of `columns` columns (64 or 128). The Layout of a call depends
 // on row_block alone.
 schedule::TileShape sm90_tile_shape(int columns, int gate_up_factor);
+
+// Tensor maps of `experts` tensors [rows, columns] that lie apart, to be copied to device memory (aligned to 64 bytes)
+// for ExpertGroup: of gate_up_proj, or of down_proj. tile: of the passes that are to use them. Throws Error(device_error).
+std::vector<std::byte> sm90_expert_maps(const void* const* tensors, std::int32_t experts, std::int64_t rows, std::int64_t columns,
+                                        const schedule::TileShape& tile, bool of_gate_up);
 
 // Launches the persistent kernel of the pass on `stream` (a cudaStream_t), on at most `blocks` SMs (0: all).
 // pass.sizes.tile must be sm90_tile_shape(columns, gate_up_factor). Throws Error(device_error).

@@ -189,7 +189,7 @@ __device__ __forceinline__ void activate_rows(const PassData& data, Sums<N>& sum
   const bool weighted = work.group == 0 && !data.weight_after_down;
   const int steps = (work.rows > 64 ? 2 : 1) * slabs, lane = warp.lane;
   if (tensors.gate_up_bias) {
-    const bf16* bias = tensors.gate_up_bias + work.expert * pre_width + work.column;
+    const bf16* bias = tensors.gate_up_bias.of(work.expert, pre_width) + work.column;
     const std::int64_t columns = width - work.column;
     stage_bias<N / 2>(warp.staging, bias, columns, lane);
     stage_bias<N / 2>(warp.staging + N, bias + second, columns - (gated ? 0 : N / 2), lane);
@@ -335,7 +335,7 @@ __device__ __forceinline__ void activation_gradient(const PassData& data, const 
   // y = p (W a + b): the bias has its share in dprob, unless p multiplies before it.
   if (tensors.down_bias && work.column_block == 0) {
     const std::int64_t hidden = sizes.hidden_size;
-    const bf16* bias = tensors.down_bias + work.expert * hidden;
+    const bf16* bias = tensors.down_bias.of(work.expert, hidden);
     for (int row = warp.index; row < work.rows; row += 4) {
       const std::int64_t index = work.row_index[row];
       const bf16* dy = data.dy + (work.group == 0 ? index / sizes.top_k : index) * data.dy_stride;
@@ -379,10 +379,11 @@ __device__ __forceinline__ void store_gradient(const GradientTarget& target, std
 
 // out[output_row + r, column ..] (+)= sum, for an [m, n] gradient of one expert. Without rows the sum is 0.
 template <int N>
-__device__ __forceinline__ void store_weight_gradient(const Sums<N>& sums, const Work& work, const GradientTarget& target, std::int64_t m,
+__device__ __forceinline__ void store_weight_gradient(const Sums<N>& sums, const Work& work, const GradientTarget& targets, std::int64_t m,
                                              std::int64_t n, const Warp& warp) {
-  if (!target.data || (work.sum_rows == 0 && target.accumulate)) return;
-  const std::int64_t first = (work.expert * m + work.output_row) * n + work.column;
+  if (!targets || (work.sum_rows == 0 && targets.accumulate)) return;
+  const GradientTarget target = targets.of(work.expert, m * n);
+  const std::int64_t first = work.output_row * n + work.column;
   const int rows = work.rows, columns = static_cast<int>(n - work.column);
   if (!target.is_float && !target.accumulate) {
     bf16* out = static_cast<bf16*>(target.data) + first;

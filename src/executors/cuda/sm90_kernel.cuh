@@ -10,6 +10,7 @@
 #include "executors/cuda/sm90_epilogue.cuh"
 #include "executors/cuda/sm90_load.cuh"
 #include "executors/cuda/sm90_rows.cuh"
+#include "executors/cuda/sm90_tensor_map.hpp"
 #include "moelith/tensor.hpp"
 
 namespace moelith::executors::cuda::sm90 {
@@ -76,7 +77,7 @@ __device__ inline void compute_tiles(const Parameters& p, SharedMemory<N>& share
     } else if (stage == Stage::down && Pass == Direction::forward) {
       Sums<N> sums;
       multiplied(sums, along_k, along_k, false);
-      const bf16* bias = tensors.down_bias ? tensors.down_bias + work.expert * hidden + work.column : nullptr;
+      const bf16* bias = tensors.down_bias ? tensors.down_bias.of(work.expert, hidden) + work.column : nullptr;
       rows_to_slots<N>(sums, work, bias, tensors.slots, hidden, Warp::now(shared));
     } else if constexpr (Pass == Direction::backward) {
       if (stage == Stage::down_dgrad) {
@@ -137,7 +138,7 @@ __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ P
       barrier_init(shared_address(&shared.empty[s]), empty_arrivals);
     }
     for (int w = 0; w < Shape::works; ++w) {
-      barrier_init(shared_address(&shared.work_full[w]), 1);
+      barrier_init(shared_address(&shared.work_full[w]), work_full_arrivals);
       barrier_init(shared_address(&shared.work_empty[w]), work_empty_arrivals);
     }
     fence_barrier_init();
@@ -159,40 +160,6 @@ __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ P
   }
 }
 
-inline void check(cudaError_t status, const char* what) {
-  if (status != cudaSuccess) throw Error(Status::device_error, std::string(what) + ": " + cudaGetErrorString(status));
-}
-
-using EncodeTensorMap = decltype(&cuTensorMapEncodeTiled);
-inline EncodeTensorMap encode_function() {
-  static const EncodeTensorMap function = [] {
-    void* pointer = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &pointer, 12000, cudaEnableDefault, &found),
-          "cuTensorMapEncodeTiled");
-    if (found != cudaDriverEntryPointSuccess) throw Error(Status::unsupported, "the driver lacks cuTensorMapEncodeTiled");
-    return reinterpret_cast<EncodeTensorMap>(pointer);
-  }();
-  return function;
-}
-
-// A contiguous [outer, rows, columns] (outer > 0) or [rows, columns] (outer == 0) tensor in boxes of 64 columns by `box_rows`.
-// Tensors without elements get no map: no tile reads them.
-inline void encode(CUtensorMap& map, const bfloat16* data, std::int64_t outer, std::int64_t rows, std::int64_t columns, int box_rows) {
-  if (!data || rows == 0 || columns == 0) return;
-  const cuuint64_t size[3] = {cuuint64_t(columns), cuuint64_t(rows), cuuint64_t(outer)};
-  const cuuint64_t stride[2] = {cuuint64_t(columns) * 2, cuuint64_t(columns) * cuuint64_t(rows) * 2};
-  const cuuint32_t box[3] = {64, cuuint32_t(box_rows), 1}, step[3] = {1, 1, 1};
-  const CUresult status =
-      encode_function()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, outer > 0 ? 3 : 2, const_cast<bfloat16*>(data), size, stride, box,
-                        step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (status != CUDA_SUCCESS) {
-    throw Error(Status::device_error, "tensor map of [" + std::to_string(outer) + ", " + std::to_string(rows) + ", " +
-                                          std::to_string(columns) + "]: error " + std::to_string(status));
-  }
-}
-
 template <Direction Pass, int N>
 void launch(const PassData& data, int blocks, cudaStream_t stream) {
   const schedule::Sizes& sizes = data.pass.sizes;
@@ -205,12 +172,22 @@ void launch(const PassData& data, int blocks, cudaStream_t stream) {
     GroupMaps& maps = p.maps[g];
     const std::int64_t rows = g == 0 ? data.total_rows : sizes.tokens, pre_width = sizes.gate_up_factor * group.width;
     if (group.experts == 0) continue;
-    encode(maps.gate_up_proj, group.gate_up_proj, group.experts, pre_width, sizes.hidden_size, forward ? N / 2 : 64);
-    encode(maps.down_proj, group.down_proj, group.experts, sizes.hidden_size, group.width, forward ? N : 64);
+    using Boxes = WeightBoxes;
+    encode(maps.gate_up_proj, group.gate_up_proj.stacked, group.experts, pre_width, sizes.hidden_size, Boxes::gate_up(N, forward));
+    encode(maps.down_proj, group.down_proj.stacked, group.experts, sizes.hidden_size, group.width, Boxes::down(N, forward));
+    // Those of experts that lie apart: first the maps for forward, then those for backward.
+    const std::int64_t direction = forward ? 0 : group.experts;
+    if (group.gate_up_proj.apart) {
+      const auto* apart = static_cast<const CUtensorMap*>(group.gate_up_maps);
+      maps.gate_up_apart = apart + direction, maps.gate_up_again_apart = apart;
+    }
+    if (group.down_proj.apart) maps.down_apart = static_cast<const CUtensorMap*>(group.down_maps) + direction;
     encode(maps.activated, group.activated, 0, rows, group.width, 64);
     if (!forward) {
       encode(maps.d_pre_activation, group.d_pre_activation, 0, rows, pre_width, 64);
-      if (sizes.recompute) encode(maps.gate_up_again, group.gate_up_proj, group.experts, pre_width, sizes.hidden_size, N / 2);
+      if (sizes.recompute) {
+        encode(maps.gate_up_again, group.gate_up_proj.stacked, group.experts, pre_width, sizes.hidden_size, Boxes::gate_up(N, true));
+      }
     }
   }
   static const int multiprocessors = [] {

@@ -143,8 +143,7 @@ __device__ inline void take_tiles(const Parameters& p, SharedMemory<N>& shared, 
         }
       }
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&shared.work_full[position.slot]));
+    barrier_arrive(shared_address(&shared.work_full[position.slot]));
     position.next();
   }
   // Counters are clean again once every block has stopped using them.
@@ -174,10 +173,16 @@ __device__ inline void load_tiles(const Parameters& p, SharedMemory<N>& shared) 
     const Work& work = shared.work[position.slot];
     const bool last = work.last;
     const Stage stage = work.stage;
-    const int expert = work.expert, column = work.column, k_steps = work.k_steps, rows = work.rows;
+    const int column = work.column, k_steps = work.k_steps, rows = work.rows;
     const int row_begin = static_cast<int>(work.row_begin), output_row = work.output_row, sum_rows = work.sum_rows;
     const GroupMaps& maps = p.maps[work.group];
     const int width = static_cast<int>(p.data.groups[work.group].width);
+    const bool of_down = stage == Stage::down || stage == Stage::down_dgrad;
+    const bool again = stage == Stage::gate_up && sizes.direction == schedule::Direction::backward;
+    const CUtensorMap* apart = of_down ? maps.down_apart : again ? maps.gate_up_again_apart : maps.gate_up_apart;
+    const CUtensorMap* weights = of_down ? &maps.down_proj : again ? &maps.gate_up_again : &maps.gate_up_proj;
+    if (apart) weights = apart + work.expert;
+    const int expert = apart ? 0 : work.expert;  // where it is in the map
     RingPosition<Shape::stages> ring(work.first_step);
     barrier_arrive(shared_address(&shared.work_empty[position.slot]));
     position.next();
@@ -192,22 +197,20 @@ __device__ inline void load_tiles(const Parameters& p, SharedMemory<N>& shared) 
       const std::uint32_t a = shared_address(shared.stage[ring.slot]), b = a + Shape::a_bytes;
       const std::uint32_t full = shared_address(&shared.full[ring.slot]);
       switch (stage) {
-        case Stage::gate_up: {
-          const CUtensorMap* map = sizes.direction == schedule::Direction::forward ? &maps.gate_up_proj : &maps.gate_up_again;
+        case Stage::gate_up:
           barrier_arrive_expect(full, Shape::b_bytes);
-          tma_load(b, map, full, k * depth, column, expert);
-          tma_load(b + Shape::b_bytes / 2, map, full, k * depth, second, expert);
+          tma_load(b, weights, full, k * depth, column, expert);
+          tma_load(b + Shape::b_bytes / 2, weights, full, k * depth, second, expert);
           break;
-        }
         case Stage::down:
           barrier_arrive_expect(full, row_boxes * 8192 + Shape::b_bytes);
           for (int i = 0; i < row_boxes; ++i) tma_load(a + i * 8192, &maps.activated, full, k * depth, row_begin + 64 * i);
-          tma_load(b, &maps.down_proj, full, k * depth, column, expert);
+          tma_load(b, weights, full, k * depth, column, expert);
           break;
         case Stage::down_dgrad:
           barrier_arrive_expect(full, Shape::b_bytes);
           for (int i = 0; i < N / 64; ++i) {
-            tma_load(b + i * mn_block_bytes, &maps.down_proj, full, column + 64 * i, k * depth, expert);
+            tma_load(b + i * mn_block_bytes, weights, full, column + 64 * i, k * depth, expert);
           }
           break;
         case Stage::gate_up_dgrad:
@@ -216,7 +219,7 @@ __device__ inline void load_tiles(const Parameters& p, SharedMemory<N>& shared) 
             tma_load(a + i * 8192, &maps.d_pre_activation, full, k * depth, row_begin + 64 * i);
           }
           for (int i = 0; i < N / 64; ++i) {
-            tma_load(b + i * mn_block_bytes, &maps.gate_up_proj, full, column + 64 * i, k * depth, expert);
+            tma_load(b + i * mn_block_bytes, weights, full, column + 64 * i, k * depth, expert);
           }
           break;
         // The last rows of an expert, where not 64 of them are left, are copied by the gathering warps, which zero what
@@ -299,8 +302,7 @@ __device__ inline void gather_tiles(const Parameters& p, SharedMemory<N>& shared
     const Stage stage = work.stage;
     const int k_steps = work.k_steps, group = work.group, rows = work.rows;
     auto leave_work = [&] {
-      __syncwarp();
-      if (lane == 0) barrier_arrive(shared_address(&shared.work_empty[position.slot]));
+      barrier_arrive(shared_address(&shared.work_empty[position.slot]));  // each lane for its own reads
       position.next();
     };
     if (last || !is_gathered(stage)) {

@@ -29,6 +29,8 @@ struct GroupMaps {
   CUtensorMap activated;         // [rows, I]: 64 rows
   CUtensorMap d_pre_activation;  // [rows, F I]: 64 rows, backward
   CUtensorMap gate_up_again;     // [experts, F I, H]: N / 2 rows, backward when recomputing
+  // In the place of the weights' maps, one for each expert, in device memory; null where the experts are stacked.
+  const CUtensorMap *gate_up_apart, *down_apart, *gate_up_again_apart;
 };
 
 struct Parameters {
@@ -83,7 +85,8 @@ inline constexpr int shared_bytes = sizeof(SharedMemory<N>) + 1024;  // dynamic 
 // Arrivals that complete a phase.
 inline constexpr int full_arrivals = 1 + gather_threads;         // the copy engine's thread, the gathering threads
 inline constexpr int empty_arrivals = 4;                         // the warps of the warpgroup that used the stage
-inline constexpr int work_empty_arrivals = 1 + gather_warps + 1; // copy thread, gathering warps, the computing warpgroup
+inline constexpr int work_full_arrivals = 32;                      // each lane of the warp that takes tiles, for its own writes
+inline constexpr int work_empty_arrivals = 1 + gather_threads + 1; // copy thread, gathering threads, the computing warpgroup
 
 // Hardware barriers (0 is __syncthreads). turn + w: warpgroup w may multiply; own + w: the warps of w among themselves.
 inline constexpr int barrier_turn = 1, barrier_own = 3, barrier_end = 5;

@@ -77,9 +77,10 @@ __device__ __forceinline__ void combine(const PassData& data, const Work& work, 
 
 // Sum of `value(row, column)` rows over the expert, 64 rows at a time from its first, then over those sums in order.
 template <class Value>
-__device__ __forceinline__ void bias_gradient(const GradientTarget& target, const Work& work, std::int64_t columns, int thread,
+__device__ __forceinline__ void bias_gradient(const GradientTarget& targets, const Work& work, std::int64_t columns, int thread,
                                      Value&& value) {
-  if (!target.data || (work.sum_rows == 0 && target.accumulate)) return;
+  if (!targets || (work.sum_rows == 0 && targets.accumulate)) return;
+  const GradientTarget target = targets.of(work.expert, columns);
   for (std::int64_t column = thread; column < columns; column += consumer_threads) {
     float total = 0.0f;
     for (int begin = 0; begin < work.sum_rows; begin += 64) {
@@ -89,12 +90,11 @@ __device__ __forceinline__ void bias_gradient(const GradientTarget& target, cons
       for (int r = begin; r < end; ++r) group = value(work.row_begin + r, column, group);
       total += group;
     }
-    const std::int64_t at = work.expert * columns + column;
     if (target.is_float) {
-      float& out = static_cast<float*>(target.data)[at];
+      float& out = static_cast<float*>(target.data)[column];
       out = target.accumulate ? out + total : total;
     } else {
-      bf16& out = static_cast<bf16*>(target.data)[at];
+      bf16& out = static_cast<bf16*>(target.data)[column];
       out = numerics::to_bfloat16(target.accumulate ? numerics::to_float(out) + total : total);
     }
   }

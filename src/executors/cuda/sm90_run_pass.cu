@@ -4,6 +4,7 @@
 #include <string>
 
 #include "executors/cuda/pass_data.hpp"
+#include "executors/cuda/sm90_tensor_map.hpp"
 #include "moelith/tensor.hpp"
 
 namespace moelith::executors::cuda {
@@ -23,6 +24,19 @@ schedule::TileShape sm90_tile_shape(int columns, int gate_up_factor) {
   shape.wgrad_columns = columns;
   shape.token_block = 32;
   return shape;
+}
+
+std::vector<std::byte> sm90_expert_maps(const void* const* tensors, std::int32_t experts, std::int64_t rows, std::int64_t columns,
+                                        const schedule::TileShape& tile, bool of_gate_up) {
+  std::vector<CUtensorMap> maps(2 * static_cast<std::size_t>(experts));
+  for (const bool forward : {true, false}) {
+    const int box = of_gate_up ? sm90::WeightBoxes::gate_up(tile.columns, forward) : sm90::WeightBoxes::down(tile.columns, forward);
+    for (std::int32_t e = 0; e < experts; ++e) {
+      sm90::encode(maps[(forward ? 0 : experts) + e], static_cast<const bfloat16*>(tensors[e]), 1, rows, columns, box);
+    }
+  }
+  const auto* bytes = reinterpret_cast<const std::byte*>(maps.data());
+  return {bytes, bytes + maps.size() * sizeof(CUtensorMap)};
 }
 
 void sm90_run_pass(const PassData& data, int blocks, void* stream) {
