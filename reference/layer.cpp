@@ -388,13 +388,13 @@ ReferenceGradients backward(const LayerConfig& config, const Weights& weights, c
   }
   if (!inputs.topk_weights.empty()) gradients.topk_weights = d_kept;
 
-  // g = sigmoid(l): dl = dg g (1 - g)
+  // g = sigmoid(l): dl = dg g (1 - g), with 1 - g = sigmoid(-l)
   gradients.shared_gate_logits.assign(inputs.shared_gate_logits.size(), 0.0);
   for (std::int64_t s = 0; s < shared && !inputs.shared_gate_logits.empty(); ++s) {
     if (!config.shared_experts[s].gated) continue;
     for (const Route& route : experts[config.num_experts + s].routes) {
       gradients.shared_gate_logits[route.token * shared + s] =
-          d_weight[route.place] * route.weight * (1.0 - route.weight);
+          d_weight[route.place] * route.weight * sigmoid(-inputs.shared_gate_logits[route.token * shared + s]);
     }
   }
   return gradients;

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "moelith/limits.hpp"
 #include "moelith/tensor.hpp"
 
 namespace moelith {
@@ -37,7 +38,7 @@ struct ActivationConfig {
 enum class WeightPlacement : std::uint8_t { after_down, before_down };
 
 struct SharedExpertConfig {
-  std::int64_t intermediate_size = 0;
+  std::int64_t intermediate_size = 0;  // I_s, as intermediate_size of LayerConfig
   bool gated = false;  // scaled by sigmoid(shared_gate_logits[t, s]) (Qwen2-MoE)
 };
 
@@ -57,7 +58,7 @@ struct RouterConfig {
   double scaling_factor = 1.0;       // then multiplied by this (DeepSeek-V3's routed_scaling_factor)
   bool selection_bias = false;       // choice by score + bias [E]; the weights come from the unbiased scores
   std::int32_t num_groups = 1;       // E is split into this many equal groups,
-  std::int32_t top_groups = 1;       // of which this many are kept before experts are chosen
+  std::int32_t top_groups = 1;       // of which this many are kept before experts are chosen; all: no limit
   std::int32_t group_score_size = 2; // a group's score: the sum of its highest 1 or 2 selection scores
 
   // aux = coefficient * E * sum_e f_e P_e; f_e = routes to e / (k tokens), P_e = mean score of e (sigmoid scores are
@@ -75,17 +76,17 @@ struct RouterConfig {
 };
 
 struct LayerConfig {
-  std::int64_t hidden_size = 0;        // H, a multiple of 8, >= 8
-  std::int64_t intermediate_size = 0;  // I, a multiple of 8, >= 8
-  std::int32_t num_experts = 0;        // E, 1 to 1024; 1 with a dense plan is an ordinary MLP
-  std::int32_t top_k = 0;              // k, 1 to min(E, 32)
+  std::int64_t hidden_size = 0;        // H, a multiple of 8 from 8 to limits::width = 2^20
+  std::int64_t intermediate_size = 0;  // I, likewise
+  std::int32_t num_experts = 0;        // E, 1 to limits::num_experts = 1024; 1 with a dense plan is an ordinary MLP
+  std::int32_t top_k = 0;              // k, 1 to min(E, limits::top_k = 32)
   DataType dtype = DataType::bfloat16; // storage of x, weights, y and their gradients; float64 (CPU only) computes in
                                        // float64, the others accumulate in float32
   ActivationConfig activation;
   bool gate_up_bias = false;           // [E, 2I], of the routed and the shared experts alike
   bool down_bias = false;              // [E, H], likewise
   WeightPlacement weight_placement = WeightPlacement::after_down;
-  std::vector<SharedExpertConfig> shared_experts;  // at most 8, same activation and biases as the routed experts
+  std::vector<SharedExpertConfig> shared_experts;  // at most limits::shared_experts = 8, same activation and biases as the routed experts
   RouterConfig router;
 
   // Rows of gate_up_proj of an expert of width i: 2 i, or i without a gate.

@@ -73,12 +73,9 @@ void require_known(const Name<E> (&names)[N], const char* field, E value) {
   require(name_of(names, value) != nullptr, field, static_cast<std::int32_t>(value), accepted(names));
 }
 
-// The upper bound keeps every product of sizes (E x 2I x H elements of 8 bytes) far inside 63 bits.
-constexpr std::int64_t max_width = std::int64_t{1} << 20;
-
 void require_width(const std::string& field, std::int64_t value) {
-  require(value >= 8 && value <= max_width && value % 8 == 0, field, value,
-          "a multiple of 8 from 8 to " + std::to_string(max_width));
+  require(value >= 8 && value <= limits::width && value % 8 == 0, field, value,
+          "a multiple of 8 from 8 to " + std::to_string(limits::width));
 }
 
 void validate_router(const RouterConfig& router, std::int32_t num_experts, std::int32_t top_k) {
@@ -114,16 +111,13 @@ void validate_router(const RouterConfig& router, std::int32_t num_experts, std::
 }  // namespace
 
 void LayerConfig::validate() const {
-  constexpr std::int32_t max_experts = 1024, max_top_k = 32;
-  constexpr std::size_t max_shared_experts = 8;
-
   require_width("hidden_size", hidden_size);
   require_width("intermediate_size", intermediate_size);
-  require(num_experts >= 1 && num_experts <= max_experts, "num_experts", num_experts,
-          "1 to " + std::to_string(max_experts));
-  const std::int32_t most_k = num_experts < max_top_k ? num_experts : max_top_k;
+  require(num_experts >= 1 && num_experts <= limits::num_experts, "num_experts", num_experts,
+          "1 to " + std::to_string(limits::num_experts));
+  const std::int32_t most_k = num_experts < limits::top_k ? num_experts : limits::top_k;
   require(top_k >= 1 && top_k <= most_k, "top_k", top_k,
-          "1 to min(num_experts, " + std::to_string(max_top_k) + ") = " + std::to_string(most_k));
+          "1 to min(num_experts, " + std::to_string(limits::top_k) + ") = " + std::to_string(most_k));
   if (dtype != DataType::float64 && dtype != DataType::float32 && dtype != DataType::bfloat16) {
     const char* name = name_of(dtype_names, dtype);
     throw Error(Status::invalid_argument, "dtype is " +
@@ -139,8 +133,9 @@ void LayerConfig::validate() const {
   }
   require_known(placement_names, "weight_placement", weight_placement);
 
-  require(shared_experts.size() <= max_shared_experts, "the number of shared_experts",
-          static_cast<std::int64_t>(shared_experts.size()), "at most " + std::to_string(max_shared_experts));
+  const auto shared_count = static_cast<std::int64_t>(shared_experts.size());
+  require(shared_count <= limits::shared_experts, "the number of shared_experts", shared_count,
+          "at most " + std::to_string(limits::shared_experts));
   for (std::size_t s = 0; s < shared_experts.size(); ++s) {
     require_width("shared_experts[" + std::to_string(s) + "].intermediate_size", shared_experts[s].intermediate_size);
   }

@@ -343,7 +343,7 @@ class CudaLayer final : public DeviceLayer {
     job.d_given_weights = data_of<float>(upstream.topk_weights);
     job.d_aux_loss = data_of<float>(upstream.aux_loss);
     job.d_z_loss = data_of<float>(upstream.z_loss);
-    job.gates = gates;
+    job.gate_logits = floats_of(inputs.shared_gate_logits);
     job.d_gates = runs ? d_gates : nullptr;
     job.shared_experts = static_cast<std::int32_t>(shared_count_);
     job.gated = gated_;

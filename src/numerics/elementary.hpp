@@ -66,6 +66,12 @@ MOELITH_HD_INLINE T sigmoid(T x) {
   return divide(numerator, T(1) + e);
 }
 
+// Its derivative sigmoid(x) (1 - sigmoid(x)), as a product that keeps its precision on both sides.
+template <class T>
+MOELITH_HD_INLINE T sigmoid_slope(T x) {
+  return sigmoid(x) * sigmoid(-x);
+}
+
 template <class T>
 MOELITH_HD_INLINE T tanh(T x) {
   // 1 - 2 / (e^2|x| + 1); small arguments lose nothing that gelu would notice (its tanh is added to 1).

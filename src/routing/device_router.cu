@@ -82,10 +82,6 @@ __device__ double block_sum(double v, double* memory) {
 
 __device__ std::int64_t clamped(std::int64_t v, std::int64_t low, std::int64_t high) { return v < low ? low : (v > high ? high : v); }
 
-__device__ bool weights_are_softmax_of_chosen(const RouterConfig& config) {
-  return config.kind == RouterKind::topk_softmax || (config.kind == RouterKind::softmax_topk && config.renormalize);
-}
-
 // A row of E values in a warp: value i of a lane is that of expert lane + 32 i.
 template <int PerLane>
 struct Row {
@@ -204,7 +200,7 @@ __device__ std::int32_t choose(const RouterConfig& config, std::int32_t num_expe
     if (highest == no_key) {
       const int size = num_experts / config.num_groups;
       for (int e = 0; e < num_experts && j < k; ++e) {
-        if (config.num_groups > 1 && !memory.kept[e / size]) continue;
+        if (limits_groups(config) && !memory.kept[e / size]) continue;
         if (__any_sync(all_lanes, mine == e)) continue;
         if (lane == j) mine = e;
         ++j;
@@ -229,7 +225,7 @@ __device__ float route_row(const DeviceRouteJob& job, std::int64_t t, bool want_
   const std::int32_t num_experts = job.num_experts;
   const int k = job.top_k;
   const bool sigmoid = config.kind == RouterKind::sigmoid, of_chosen = weights_are_softmax_of_chosen(config);
-  const bool choose_by_logits = config.kind == RouterKind::topk_softmax || (!config.selection_bias && config.num_groups == 1);
+  const bool choose_by_logits = chooses_by_logits(config);
   Row<PerLane> x, s;
   x.load_logits(job.logits, t, num_experts, lane);
   float z = 0.0f;
@@ -252,7 +248,7 @@ __device__ float route_row(const DeviceRouteJob& job, std::int64_t t, bool want_
     selection.v[i] = choose_by_logits || x.v[i] == excluded<float>() ? x.v[i] : s.v[i];
     if (config.selection_bias && e < num_experts) selection.v[i] = finite_or_excluded(selection.v[i] + job.selection_bias[e]);
   }
-  if (config.num_groups > 1) limit_groups(config, num_experts, selection, memory, lane);
+  if (limits_groups(config)) limit_groups(config, num_experts, selection, memory, lane);
   id = choose(config, num_experts, k, selection, memory, lane);
 
   const bool there = lane < k;
@@ -674,7 +670,7 @@ __device__ void gradient_row(const DeviceRouteGradientJob& job, std::int64_t t, 
     for (int i = 0; i < PerLane; ++i) products.v[i] = slope(i) * s.v[i];
     const float mean = products.sum() / divisor;
 #pragma unroll
-    for (int i = 0; i < PerLane; ++i) d.v[i] += (slope(i) - mean) / divisor * sigmoid_slope(x.v[i]);
+    for (int i = 0; i < PerLane; ++i) d.v[i] += (slope(i) - mean) / divisor * numerics::sigmoid_slope(x.v[i]);
   }
   if (sigmoid) {
     float divisor = 1.0f, mean = 0.0f;
@@ -683,7 +679,7 @@ __device__ void gradient_row(const DeviceRouteGradientJob& job, std::int64_t t, 
       divisor = warp_sum(w) + float(sigmoid_sum_floor);
       mean = warp_sum(g * (w / divisor));
     }
-    addend = (g - mean) / divisor * sigmoid_slope(logit);
+    addend = (g - mean) / divisor * numerics::sigmoid_slope(logit);
   }
   d.put(memory, lane);
   if (there) memory[id] += addend;  // ids of a row are distinct
@@ -718,7 +714,7 @@ __global__ void __launch_bounds__(32 * row_warps_of<PerLane>) route_gradient(con
     for (std::int64_t n = begin * job.shared_experts + thread; n < end * job.shared_experts; n += row_threads) {
       // An absent token's logits may be anything, NaN too.
       const bool takes = n / job.shared_experts < present && (job.gated >> (n % job.shared_experts) & 1) && job.d_gates;
-      const float gate = job.gates[n], value = takes ? job.d_gates[n] * gate * (1.0f - gate) : 0.0f;
+      const float value = takes ? job.d_gates[n] * numerics::sigmoid_slope(load(job.gate_logits, n)) : 0.0f;
       if (job.d_gate_logits_bfloat16) {
         static_cast<bfloat16*>(job.d_gate_logits)[n] = numerics::to_bfloat16(value);
       } else {

@@ -80,7 +80,7 @@ struct DeviceRouteGradientJob {
   const float* d_given_weights = nullptr;          // [T, k] upstream; null: 0. Added where topk_ids >= 0.
   const float* d_aux_loss = nullptr;               // [1]; null: 0
   const float* d_z_loss = nullptr;                 // [1]; null: 0
-  const float* gates = nullptr;                    // [T, S]
+  DeviceFloats gate_logits;                        // [T, S], as forward had them
   const float* d_gates = nullptr;                  // [T, S] from the pass; null: 0
   std::int32_t shared_experts = 0;
   std::uint32_t gated = 0;

@@ -292,7 +292,7 @@ inline void fill_with_unused(const RouterConfig& config, std::int32_t num_expert
                              std::int32_t k, std::int32_t* ids) {
   const std::int32_t size = num_experts / config.num_groups;
   for (std::int32_t e = 0; e < num_experts && have < k; ++e) {
-    if (config.num_groups > 1 && !kept[e / size]) continue;
+    if (limits_groups(config) && !kept[e / size]) continue;
     if (std::find(ids, ids + have, e) == ids + have) ids[have++] = e;
   }
 }
@@ -362,17 +362,14 @@ struct ForwardRows {
     const RouterConfig& config = job.spec.config;
     const std::int32_t num_experts = job.spec.num_experts, width = padded(num_experts), k = job.spec.top_k;
     const bool sigmoid = config.kind == RouterKind::sigmoid;
-    const bool weights_are_softmax_of_chosen =
-        config.kind == RouterKind::topk_softmax || (config.kind == RouterKind::softmax_topk && config.renormalize);
-    const bool choose_by_logits =
-        config.kind == RouterKind::topk_softmax || (!config.selection_bias && config.num_groups == 1);
+    const bool of_chosen = weights_are_softmax_of_chosen(config), choose_by_logits = chooses_by_logits(config);
     T* x = logits.values;
     T* s = scores.values;
     load_row(static_cast<const Storage*>(job.inputs.logits) + t * job.inputs.logits_stride, num_experts, width, x);
 
     // Scores: only where something reads them.
     T z = T(0);
-    if (job.z || (!sigmoid && (job.score_sums || !choose_by_logits || !weights_are_softmax_of_chosen))) {
+    if (job.z || (!sigmoid && (job.score_sums || !choose_by_logits || !of_chosen))) {
       const T highest = row_max(x, width);
       const T sum = exponentials(x, highest, width, s);
       const T lse = job.z ? log_sum_exp(highest, sum) : T(0);
@@ -394,14 +391,14 @@ struct ForwardRows {
     // Choice.
     std::int32_t* ids = job.ids + t * k;
     const T* chosen_by = x;
-    if (!choose_by_logits || config.selection_bias || config.num_groups > 1) {
+    if (!choose_by_logits || config.selection_bias || limits_groups(config)) {
       T* selected = selection.values;
       const T* from = choose_by_logits ? x : s;
       const T* bias = config.selection_bias ? job.inputs.selection_bias : nullptr;
       for (std::int32_t e = 0; e < width; ++e) selected[e] = x[e] == excluded<T>() ? x[e] : from[e];
       if (bias)
         for (std::int32_t e = 0; e < num_experts; ++e) selected[e] = finite_or_excluded(selected[e] + bias[e]);
-      if (config.num_groups > 1) limit_groups(config, num_experts, selected, kept);
+      if (limits_groups(config)) limit_groups(config, num_experts, selected, kept);
       chosen_by = selected;
     }
     choice.fill(chosen_by, width);
@@ -416,7 +413,7 @@ struct ForwardRows {
 
     // Weights.
     T w[max_top_k];
-    if (weights_are_softmax_of_chosen) {
+    if (of_chosen) {
       softmax_of_chosen(x, ids, k, w);
     } else if (sigmoid) {
       for (std::int32_t j = 0; j < k; ++j) w[j] = numerics::sigmoid(x[ids[j]]);
@@ -512,8 +509,7 @@ struct BackwardRows {
     const RouterConfig& config = job.spec.config;
     const std::int32_t num_experts = job.spec.num_experts, width = padded(num_experts), k = job.spec.top_k;
     const bool sigmoid = config.kind == RouterKind::sigmoid;
-    const bool weights_are_softmax_of_chosen =
-        config.kind == RouterKind::topk_softmax || (config.kind == RouterKind::softmax_topk && config.renormalize);
+    const bool of_chosen = weights_are_softmax_of_chosen(config);
     T* x = logits.values;
     T* s = scores.values;
     T* d = gradient.values;
@@ -529,7 +525,7 @@ struct BackwardRows {
     }
 
     // The softmax over all E: as scores, and for the z loss.
-    const bool scores_are_softmax = !sigmoid && (slopes || !weights_are_softmax_of_chosen);
+    const bool scores_are_softmax = !sigmoid && (slopes || !of_chosen);
     if (scores_are_softmax || job.z) {
       const T highest = row_max(x, width);
       const T sum = exponentials(x, highest, width, s);
@@ -538,7 +534,7 @@ struct BackwardRows {
       T common = job.z ? z_factor * log_sum_exp(highest, sum) : T(0);
       if (scores_are_softmax) {
         if (slopes) common -= row_dot(slopes, s, width);
-        if (!weights_are_softmax_of_chosen) {
+        if (!of_chosen) {
           T dot = T(0);
           for (std::int32_t j = 0; j < k; ++j) dot += g[j] * s[ids[j]];
           common -= dot;
@@ -548,13 +544,13 @@ struct BackwardRows {
         for (std::int32_t e = 0; e < width; ++e) d[e] = s[e] * (slopes[e] + common);
       else
         for (std::int32_t e = 0; e < width; ++e) d[e] = s[e] * common;
-      if (scores_are_softmax && !weights_are_softmax_of_chosen)
+      if (scores_are_softmax && !of_chosen)
         for (std::int32_t j = 0; j < k; ++j) d[ids[j]] += s[ids[j]] * g[j];
     } else {
       std::fill_n(d, width, T(0));
     }
 
-    if (weights_are_softmax_of_chosen) {
+    if (of_chosen) {
       T q[max_top_k];
       softmax_of_chosen(x, ids, k, q);
       T dot = T(0);
@@ -565,7 +561,7 @@ struct BackwardRows {
       for (std::int32_t e = 0; e < width; ++e) s[e] = numerics::sigmoid(x[e]);
       const T divisor = row_sum(s, width) + T(sigmoid_sum_floor);
       const T mean = row_dot(slopes, s, width) / divisor;
-      for (std::int32_t e = 0; e < width; ++e) d[e] += (slopes[e] - mean) / divisor * sigmoid_slope(x[e]);
+      for (std::int32_t e = 0; e < width; ++e) d[e] += (slopes[e] - mean) / divisor * numerics::sigmoid_slope(x[e]);
     }
     if (sigmoid) {
       T divisor = T(1), mean = T(0);
@@ -579,7 +575,7 @@ struct BackwardRows {
         for (std::int32_t j = 0; j < k; ++j) dot += g[j] * (w[j] / divisor);
         mean = dot;
       }
-      for (std::int32_t j = 0; j < k; ++j) d[ids[j]] += (g[j] - mean) / divisor * sigmoid_slope(x[ids[j]]);
+      for (std::int32_t j = 0; j < k; ++j) d[ids[j]] += (g[j] - mean) / divisor * numerics::sigmoid_slope(x[ids[j]]);
     }
 
     Storage* out = static_cast<Storage*>(job.gradients.d_logits) + t * job.gradients.d_logits_stride;

@@ -3,9 +3,9 @@
 // One row (token), with s_e its scores:
 //   scores     softmax_topk: softmax over all E; sigmoid: sigmoid(logit); topk_softmax: the logits themselves choose.
 //   choice     the k highest selection scores; selection score = score (topk_softmax: logit) + selection_bias[e].
-//              Ties go to the lowest id. Slots are in descending order of selection score. Without bias and with one
-//              group the logits choose: the same order as that of the scores, but not blurred by their rounding.
-//   groups     with num_groups > 1: a group's score is the sum of its highest group_score_size selection scores (of as
+//              Ties go to the lowest id. Slots are in descending order of selection score. Without bias and
+//              limit to groups the logits choose: the same order as that of the scores, but not blurred by rounding.
+//   groups     with top_groups < num_groups: a group's score is the sum of its highest group_score_size selection scores (of as
 //              many as it has); the top_groups highest stay, ties to the lowest group; the rest is excluded by a flag.
 //   weights    softmax_topk: s_e, or with renormalize s_e / sum over the k; topk_softmax: softmax over the k chosen
 //              logits; sigmoid: s_e, or with renormalize s_e / (sum over the k + 1e-20). Then times scaling_factor.
@@ -40,8 +40,8 @@ namespace moelith::routing {
 
 struct RouterSpec {
   RouterConfig config;
-  std::int32_t num_experts = 0;  // E, 1 to 1024
-  std::int32_t top_k = 0;        // k, 1 to min(E, 32)
+  std::int32_t num_experts = 0;  // E, 1 to limits::num_experts
+  std::int32_t top_k = 0;        // k, 1 to min(E, limits::top_k)
 
   // Throws Error(invalid_argument) where the sizes cannot be worked with: E, k, groups that do not divide E, kept
   // groups with fewer than k experts. The functions below call it.
@@ -67,8 +67,8 @@ struct RouterOutputs {
   std::int32_t* chosen_ids = nullptr;  // [tokens, k], ids before capacity, which backward needs: required if
                                        // config.capacity_factor > 0, ignored otherwise (they equal topk_ids)
   std::int64_t* counts = nullptr;      // optional, [E]: routes to each expert before capacity
-  T* score_sums = nullptr;             // [E]: sum over valid tokens of the scores in P_e; required for
-                                       // AuxLossKind::global, optional for batch, untouched for the others
+  T* score_sums = nullptr;             // optional, [E]: sum over valid tokens of the scores in P_e, which aux_loss() of
+                                       // `global` needs; untouched for `sequence` and `none`
   T* aux_loss = nullptr;               // optional, [1]; untouched for AuxLossKind::global (see aux_loss below)
   T* z_loss = nullptr;                 // optional, [1]
 };

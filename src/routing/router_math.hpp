@@ -7,17 +7,32 @@
 #include <cstring>
 #include <limits>
 
+#include "moelith/config.hpp"
 #include "numerics/elementary.hpp"
 #include "numerics/host_device.hpp"
 
 namespace moelith::routing {
 
-constexpr std::int32_t max_experts = 1024;
-constexpr std::int32_t max_top_k = 32;
+// Room for a row's experts and choices.
+constexpr std::int32_t max_experts = limits::num_experts, max_top_k = limits::top_k;
 // Tokens of one unit: what is summed in the accumulator type before sums go on in double.
 constexpr std::int64_t unit_tokens = 64;
 // Added to sums of sigmoid scores before dividing by them, as DeepSeek-V3's code has it.
 constexpr double sigmoid_sum_floor = 1e-20;
+
+// Whether groups limit the choice at all: where every group is kept, num_groups and group_score_size mean nothing.
+MOELITH_HD inline bool limits_groups(const RouterConfig& config) { return config.top_groups < config.num_groups; }
+
+// Whether the logits choose by themselves. They order the experts as the scores do, but are not blurred by the scores'
+// rounding; a selection bias and a group's score are made for scores.
+MOELITH_HD inline bool chooses_by_logits(const RouterConfig& config) {
+  return config.kind == RouterKind::topk_softmax || (!config.selection_bias && !limits_groups(config));
+}
+
+// Whether the weights are a softmax over the k chosen logits.
+MOELITH_HD inline bool weights_are_softmax_of_chosen(const RouterConfig& config) {
+  return config.kind == RouterKind::topk_softmax || (config.kind == RouterKind::softmax_topk && config.renormalize);
+}
 
 // What takes no part in a choice or a softmax is -infinity; no finite number can be mistaken for it.
 template <class T>
@@ -63,12 +78,6 @@ struct OrderKey<double> {
 template <class T>
 MOELITH_HD inline T log_sum_exp(T highest, T sum) {
   return sum > T(0) ? highest + std::log(sum) : T(0);
-}
-
-// Derivative of sigmoid, as a product that keeps its precision on both sides.
-template <class T>
-MOELITH_HD inline T sigmoid_slope(T x) {
-  return numerics::sigmoid(x) * numerics::sigmoid(-x);
 }
 
 // aux = coefficient * E * sum_e (count_e / (k N)) (sum_e / N), from the dot product of counts and score sums. 0 for N = 0.

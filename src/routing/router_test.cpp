@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "numerics/bfloat16.hpp"
+#include "reference/router.hpp"
 #include "routing/router_math.hpp"
 
 namespace moelith::routing {
@@ -562,6 +563,49 @@ TEST(Router, TiesGoToTheLowestIdAndGroup) {
       EXPECT_EQ(c.ids, groups == 1 ? (std::vector<std::int32_t>{63, 66, 70, 100, 0, 1})
                                    : (std::vector<std::int32_t>{63, 66, 70, 32, 33, 34}));
     }
+}
+
+// Random routings: where every group is kept, the choice is that of one group, bit for bit, and the reference's, also
+// where rounding makes scores equal that were not (logits of order 30).
+template <class Storage>
+void expect_no_limit(std::mt19937& random, bool bias) {
+  const RouterKind kind = std::vector{RouterKind::softmax_topk, RouterKind::topk_softmax, RouterKind::sigmoid}[random() % 3];
+  const auto groups = static_cast<std::int32_t>(2 + random() % 7), size = static_cast<std::int32_t>(1 + random() % 9);
+  RouterSpec spec = spec_of(kind, groups * size, 1 + static_cast<std::int32_t>(random() % std::min(groups * size, 12)));
+  spec.config.renormalize = random() % 2;
+  spec.config.selection_bias = bias;
+  Call<Storage> one = call<Storage>(spec, 1 + static_cast<std::int64_t>(random() % 100), random());
+  const double scale = random() % 2 ? 1.0 : 30.0;
+  for (double& v : one.logits) {
+    v = static_cast<double>(numerics::rounded<Storage>(numerics::accumulator_t<Storage>(scale * v)));
+    if (random() % 50 == 0) v = nan;
+  }
+  one.forward();
+  Call<Storage> all = one;
+  all.spec.config.num_groups = all.spec.config.top_groups = groups;
+  all.spec.config.group_score_size = 1 + static_cast<std::int32_t>(random() % 2);
+  all.forward();
+  EXPECT_TRUE(one.same_bits(all)) << name_of(all.spec);
+
+  LayerConfig config;
+  config.num_experts = spec.num_experts;
+  config.top_k = spec.top_k;
+  config.router = all.spec.config;
+  reference::Inputs inputs;
+  inputs.tokens = all.tokens;
+  inputs.router_logits = all.logits;
+  if (bias) inputs.selection_bias = all.bias;
+  const auto expected = reference::route(config, inputs, {{0, all.tokens, all.tokens, 1}});
+  EXPECT_EQ(std::vector<std::int64_t>(all.ids.begin(), all.ids.end()), expected.chosen) << name_of(all.spec);
+}
+
+TEST(Router, KeepingAllGroupsLimitsNothing) {
+  std::mt19937 random(29);
+  for (int n = 0; n < 400 && !::testing::Test::HasFailure(); ++n) {
+    SCOPED_TRACE(n);
+    expect_no_limit<float>(random, false);
+    expect_no_limit<double>(random, n % 2);  // scores plus a bias: not as rounded as in float
+  }
 }
 
 TEST(Router, GroupOfOneExpertAndGroupScoreOfTwo) {

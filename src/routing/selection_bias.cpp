@@ -1,7 +1,12 @@
+#if defined(MOELITH_WITH_CUDA)
+#include <cuda_runtime_api.h>
+#endif
+
 #include <cmath>
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <utility>
 
 #include "moelith/layer.hpp"
 
@@ -9,6 +14,20 @@ namespace moelith {
 namespace {
 
 [[noreturn]] void refuse(const std::string& text) { throw Error(Status::invalid_argument, text); }
+
+// The host cannot read a GPU's memory.
+bool on_a_gpu(const TensorView& view) {
+#if defined(MOELITH_WITH_CUDA)
+  cudaPointerAttributes attributes{};
+  if (cudaPointerGetAttributes(&attributes, view.data) != cudaSuccess) {
+    cudaGetLastError();  // without a GPU there is none of its memory
+    return false;
+  }
+  return attributes.type == cudaMemoryTypeDevice;
+#else
+  return (void)view, false;
+#endif
+}
 
 bool aligned(const TensorView& view) { return reinterpret_cast<std::uintptr_t>(view.data) % size_of(view.dtype) == 0; }
 
@@ -37,6 +56,9 @@ void update_selection_bias(const TensorView& bias, const TensorView& counts, dou
       (!counts.data && num_experts > 0) || !aligned(counts))
     refuse("counts is " + describe(counts) + "; accepted is a contiguous, aligned int64[" + std::to_string(num_experts) +
            "]");
+  for (const auto& [name, view] : {std::pair("bias", &bias), std::pair("counts", &counts)}) {
+    if (on_a_gpu(*view)) refuse(std::string(name) + " is in a GPU's memory; accepted is the host's");
+  }
   if (!std::isfinite(rate) || rate < 0 || (bias.dtype == DataType::float32 && rate > std::numeric_limits<float>::max()))
     refuse("rate is " + std::to_string(rate) + "; accepted are finite numbers from 0");
   const std::int64_t* values = static_cast<const std::int64_t*>(counts.data);
