@@ -598,12 +598,13 @@ inline LayerConfig random_config(Random& random, DataType dtype) {
   }
   auto& r = c.router;
   r.kind = pick(RouterKind::softmax_topk, RouterKind::topk_softmax, RouterKind::sigmoid);
-  r.renormalize = random() % 2;
+  // A single renormalised sigmoid weight is 1 whatever its logit: its gradient would be rounding errors alone.
+  r.renormalize = random() % 2 && !(r.kind == RouterKind::sigmoid && c.top_k == 1);
   r.scaling_factor = pick(1.0, 2.5);
   r.selection_bias = random() % 2;
-  if (c.num_experts % 4 == 0 && c.top_k <= c.num_experts / 2) {
+  if (c.num_experts % 4 == 0) {
     r.num_groups = 4;
-    r.top_groups = 2;
+    r.top_groups = c.top_k <= c.num_experts / 2 ? pick(2, 4) : 4;
     r.group_score_size = c.num_experts > 4 ? pick(1, 2) : 1;
   }
   r.aux_loss = pick(AuxLossKind::none, AuxLossKind::batch, AuxLossKind::sequence, AuxLossKind::global);

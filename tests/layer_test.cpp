@@ -34,6 +34,59 @@ TEST_P(RandomLayer, MatchesTheReference) {
 INSTANTIATE_TEST_SUITE_P(Types, RandomLayer, ::testing::Values(DataType::float64, DataType::float32, DataType::bfloat16),
                          [](const auto& info) { return to_string(info.param); });
 
+// bfloat16 logits of router and shared gates, as a bfloat16 model's linear layers give them.
+TEST(NarrowLogits, MatchTheReference) {
+  Random random(41);
+  int routed = 0, gated = 0;
+  for (int n = 0; n < 40; ++n) {
+    LayerConfig config = random_config(random, DataType::bfloat16);
+    if (n % 2) config.shared_experts = {{24, true}, {40, n % 4 == 1}};
+    Problem p = random_problem(config, 1 + static_cast<std::int64_t>(random() % 150), random());
+    if (n % 8 == 3) bring_routes(p, 0.2, random());
+    round_logits(p);
+    p.upstream.aux_loss = ones(1, 0.7);
+    p.upstream.z_loss = ones(1, -0.3);
+    RunOptions options;
+    options.narrow_logits = true;
+    options.workers = 1 + n % 2;
+    if (n % 5 == 4) {
+      options.tokens_of_rank = {p.inputs.tokens / 3, p.inputs.tokens - p.inputs.tokens / 3};
+      p.upstream.aux_loss = p.upstream.z_loss = ones(2, 0.7);
+    }
+    const Results results = run(p, options);
+    expect_right(p, results, options, "configuration " + std::to_string(n));
+    routed += results.count("d_router_logits");
+    gated += results.count("d_shared_gate_logits");
+  }
+  EXPECT_GT(routed, 30);
+  EXPECT_GT(gated, 15);
+}
+
+// Far out a gate's derivative is e^-|logit|, which 1 - gate has lost.
+TEST(Backward, GateGradientsKeepTheirPrecisionForLargeLogits) {
+  for (const DataType dtype : {DataType::float32, DataType::float64}) {
+    LayerConfig config;
+    config.hidden_size = 16;
+    config.intermediate_size = 24;
+    config.num_experts = 4;
+    config.top_k = 2;
+    config.dtype = dtype;
+    config.shared_experts = {{24, true}, {16, true}};
+    Problem p = random_problem(config, 42, 43);
+    for (std::size_t n = 0; n < p.inputs.shared_gate_logits.size(); ++n) {
+      const double size = 20.0 + 0.25 * static_cast<double>(n % 81);
+      p.inputs.shared_gate_logits[n] = n % 2 == n / 2 % 2 ? size : -size;
+    }
+    const std::vector<double> actual = run(p, {}).at("d_shared_gate_logits");
+    const std::vector<double> expected = reference::backward(config, p.weights, p.inputs, p.upstream, 1).shared_gate_logits;
+    ASSERT_EQ(actual.size(), expected.size());
+    for (std::size_t n = 0; n < actual.size(); ++n) {
+      EXPECT_NEAR(actual[n] / expected[n], 1.0, dtype == DataType::float32 ? 1e-3 : 1e-12)
+          << "logit " << p.inputs.shared_gate_logits[n];
+    }
+  }
+}
+
 TEST(Determinism, SameBitsForAnyWorkersOrderAndTileWidth) {
   Random random(11);
   for (int n = 0; n < 12; ++n) {

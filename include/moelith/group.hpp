@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 namespace moelith {
@@ -23,8 +24,13 @@ class Group {
   int size() const;
 
   // A wait for another rank that lasts longer ends the pass with Error(timed_out), which names the rank and the stage;
-  // the group is unusable from then on. 60 s by default.
+  // the group is unusable from then on. 60 s by default. Waits that have begun keep their limit.
   void set_timeout(std::chrono::milliseconds limit);
+
+  // Tells all ranks that this one will not come: their waits for it end at once with Error(group_failed), as does every
+  // later call of theirs; the text names this rank and the reason. A collective call that throws does so by itself; this
+  // is for what goes wrong between calls. Of a group of one rank it does nothing. The first reason stays.
+  void fail(const std::string& reason) const;
 
   const std::shared_ptr<transport::Transport>& transport() const { return transport_; }
   explicit Group(std::shared_ptr<transport::Transport> transport) : transport_(std::move(transport)) {}

@@ -18,7 +18,8 @@ enum class DeviceKind : std::uint8_t { cpu, cuda };
 struct PlanOptions {
   std::int64_t max_tokens = 0;      // the largest T of any call on this rank; 0 is allowed (then every call has T = 0)
   DeviceKind device = DeviceKind::cpu;
-  int workers = 0;                  // CPU threads, or SMs of the GPU; 0: all that the process may use
+  int workers = 0;                  // CPU threads, or SMs of the GPU, up to limits::workers; 0: all that the process may
+                                    // use
   bool recompute = false;           // keep x and the routing table only; backward runs gate_up again
   Group group = Group::single();
   // expert_rank[e]: the rank that holds expert e; empty: contiguous, the first E % R ranks hold one more. Local experts
@@ -58,6 +59,10 @@ struct Weights {
   std::shared_ptr<const BoundExperts> bound;
 };
 
+// What of a call may share memory: inputs with each other (saved, workspace and every output may not overlap anything);
+// outputs and gradients overlap neither each other nor any input, weight or upstream gradient, not even with equal
+// addresses (y is not written over x, nor dx over dy). x and every input must keep their values until backward.
+
 // The inputs of a forward call; backward gets the same ones again. Either router_logits, or topk_ids and topk_weights.
 struct Inputs {
   TensorView x;                   // [T, H] of config.dtype; rows contiguous, row stride >= H
@@ -72,7 +77,7 @@ struct Inputs {
 };
 
 struct Outputs {
-  TensorView y;              // [T, H] of config.dtype
+  TensorView y;              // [T, H] of config.dtype; rows contiguous, row stride >= H
   TensorView topk_ids;       // optional, [T, k] int32: after capacity, -1 where dropped
   TensorView topk_weights;   // optional, [T, k] of the accumulator dtype
   TensorView expert_counts;  // optional, [E] int64: this rank's routes to each expert, after capacity
@@ -80,8 +85,9 @@ struct Outputs {
   TensorView z_loss;         // optional, [1] of the accumulator dtype
 };
 
-// A gradient to be written, or, with accumulate, added to (main-gradient accumulation: dtype float32, any layer dtype).
-// Of a weight: config.dtype or the accumulator dtype. Not given: not computed.
+// A gradient of a weight to be written, of config.dtype or the accumulator dtype; or, with accumulate, added to
+// (main-gradient accumulation), then of the accumulator dtype: float32, or float64 for a float64 layer. Not given: not
+// computed.
 struct Gradient {
   TensorView tensor;
   bool accumulate = false;
@@ -100,14 +106,14 @@ struct WeightGradients {
 
 // Upstream gradients; each may be left out, which counts as zero (at least one must be given).
 struct OutputGradients {
-  TensorView y;         // [T, H] of config.dtype; rows contiguous
+  TensorView y;             // [T, H] of config.dtype; rows contiguous, row stride >= H
   TensorView topk_weights;  // [T, k] of the accumulator dtype: gradient into Outputs::topk_weights
-  TensorView aux_loss;  // [1] of the accumulator dtype
-  TensorView z_loss;    // [1] of the accumulator dtype
+  TensorView aux_loss;      // [1] of the accumulator dtype
+  TensorView z_loss;        // [1] of the accumulator dtype
 };
 
 struct InputGradients {
-  TensorView x;                   // [T, H] of config.dtype
+  TensorView x;                   // [T, H] of config.dtype; rows contiguous, row stride >= H
   TensorView router_logits;       // [T, E], dtype of the logits
   TensorView topk_weights;        // [T, k] of the accumulator dtype, when the caller brought the weights
   TensorView shared_gate_logits;  // [T, S], dtype of those logits
@@ -124,6 +130,8 @@ struct BufferSizes {
 class Plan {
  public:
   // Throws Error(invalid_argument | unsupported). Collective over options.group: every rank calls with an equal config.
+  // Where a collective call of one rank of several throws, whatever the reason, those of the others throw
+  // Error(group_failed), which names that rank and its error; the group is unusable from then on.
   static Plan create(const LayerConfig& config, const PlanOptions& options);
 
   const LayerConfig& config() const;
@@ -138,9 +146,14 @@ class Plan {
 
   // saved: a buffer of buffer_sizes(T).saved bytes that a later backward gets, or null for a forward without
   // gradients. stream: a cudaStream_t for a GPU plan, otherwise null. Collective over the group.
-  // Throws Error; on invalid_argument nothing was written.
+  // Throws Error; on invalid_argument this rank has written nothing. Shapes, dtypes, strides and alignment are checked on
+  // every device. Values (topk_ids, num_valid_tokens) are on the CPU; a GPU's are not looked at by the host: an id that
+  // is no expert's is an empty slot there, and num_valid_tokens is clamped to 0 .. T.
   void forward(const Inputs& inputs, const Outputs& outputs, void* saved, void* workspace, void* stream = nullptr) const;
-  // May be called several times for one forward (retain_graph): saved is only read.
+  // inputs: those of the forward that filled saved. May be called several times for one forward (retain_graph): saved is
+  // only read. Throws Error as forward. A saved buffer that was not filled by a forward of an equal plan with as many
+  // tokens and the same kind of routes is refused on the CPU; a GPU's cannot be looked at without waiting, so there the
+  // caller answers for it.
   void backward(const Inputs& inputs, const void* saved, const OutputGradients& output_gradients,
                 const InputGradients& input_gradients, void* workspace, void* stream = nullptr) const;
 
@@ -154,7 +167,8 @@ class Plan {
 
 // The bias update of aux-loss-free balancing (DeepSeek-V3, arXiv 2412.19437 section 2.1.2), in place:
 // bias[e] += rate * sign(mean(counts) - counts[e]). bias: [E] float32 or float64; counts: [E] int64, over whatever
-// batch (and ranks) the caller has summed.
+// batch (and ranks) the caller has summed. Both in the host's memory. Throws Error(invalid_argument); a build with CUDA
+// refuses memory of a GPU.
 void update_selection_bias(const TensorView& bias, const TensorView& counts, double rate);
 
 }  // namespace moelith

@@ -45,7 +45,8 @@ typedef enum moelith_status {
   MOELITH_UNSUPPORTED = 2,      /* right in itself, but this build or device cannot do it; the text says why */
   MOELITH_TIMED_OUT = 3,        /* a bounded wait ran out; the text names rank, stage and what was waited for */
   MOELITH_DEVICE_ERROR = 4,     /* a CUDA or operating system call failed, or memory ran out */
-  MOELITH_INTERNAL = 5          /* a defect of the library */
+  MOELITH_INTERNAL = 5,         /* a defect of the library */
+  MOELITH_GROUP_FAILED = 6      /* a rank of the group has ended a call by an error; the text names it and says why */
 } moelith_status_t;
 
 /* The text of the last call that failed on the calling thread; "" if none has. It stays valid until the next failing
@@ -137,8 +138,8 @@ typedef struct moelith_shared_expert {
 typedef struct moelith_layer_config {
   size_t struct_size;
 
-  int64_t hidden_size;       /* H, a multiple of 8 */
-  int64_t intermediate_size; /* I, a multiple of 8 */
+  int64_t hidden_size;       /* H, a multiple of 8, 8 to 2^20 */
+  int64_t intermediate_size; /* I, a multiple of 8, 8 to 2^20 */
   int32_t num_experts;       /* E, 1 to 1024 */
   int32_t top_k;             /* k, 1 to min(E, 32) */
   int32_t dtype;             /* of x, weights, y and gradients: MOELITH_FLOAT64 (CPU only), FLOAT32 or BFLOAT16 */
@@ -171,6 +172,22 @@ MOELITH_API moelith_status_t moelith_layer_config_init(moelith_layer_config_t* c
  * what is accepted otherwise. */
 MOELITH_API moelith_status_t moelith_layer_config_validate(const moelith_layer_config_t* config);
 
+/* ---- the layers of published models ------------------------------------------------------------------------------ */
+
+/* One of the presets' names ("mixtral-8x7b", ...) by its number, from 0; NULL past the last one. Valid for ever. */
+MOELITH_API const char* moelith_preset_name(int32_t index);
+
+/* The three below write the MoE layer of a model into *config, whose struct_size must be set; dtype is bfloat16, what
+ * training chooses (losses, capacity) at its default. Rules: include/moelith/presets.hpp.
+ * MOELITH_INVALID_ARGUMENT: a null pointer; a name that is no preset's (the text lists them); a text that is no Hugging
+ * Face config.json, or one with a missing or wrong field (named) or a model_type that is not known; a file that cannot
+ * be read. MOELITH_UNSUPPORTED: a layer that this library cannot compute. */
+MOELITH_API moelith_status_t moelith_layer_config_from_preset(moelith_layer_config_t* config, const char* name);
+/* json: the null-terminated text of a config.json. */
+MOELITH_API moelith_status_t moelith_layer_config_from_json(moelith_layer_config_t* config, const char* json);
+/* path: of the file, or of the folder that holds a config.json. */
+MOELITH_API moelith_status_t moelith_layer_config_from_file(moelith_layer_config_t* config, const char* path);
+
 /* ---- groups ------------------------------------------------------------------------------------------------------ */
 
 /* One rank's membership of an expert-parallel group. */
@@ -188,8 +205,14 @@ MOELITH_API moelith_status_t moelith_group_create_threads(int32_t ranks, moelith
 MOELITH_API moelith_status_t moelith_group_rank(moelith_group_t group, int32_t* rank, int32_t* size);
 
 /* A wait for another rank that lasts longer than `milliseconds` (above 0; 60000 by default) ends the pass with
- * MOELITH_TIMED_OUT; the group is unusable from then on. */
+ * MOELITH_TIMED_OUT; the group is unusable from then on. Waits that have begun keep their limit. */
 MOELITH_API moelith_status_t moelith_group_set_timeout(moelith_group_t group, int64_t milliseconds);
+
+/* Tells all ranks that this one will not come: a call of theirs that waits for it ends at once with
+ * MOELITH_GROUP_FAILED, as does every later one; the text names this rank and says `reason`. A collective call that
+ * fails (plan_create, forward, backward) does so by itself; this is for what goes wrong between calls. Of a group of one
+ * rank it does nothing. The first reason stays. reason: may be NULL. */
+MOELITH_API moelith_status_t moelith_group_fail(moelith_group_t group, const char* reason);
 
 /* Plans that were made with the group stay valid. NULL is allowed. */
 MOELITH_API void moelith_group_destroy(moelith_group_t group);
@@ -222,7 +245,8 @@ typedef struct moelith_buffer_sizes {
 } moelith_buffer_sizes_t;
 
 /* Makes a plan. Collective over the group: every rank calls with an equal config.
- * MOELITH_INVALID_ARGUMENT: a null pointer or a bad field, which is named. MOELITH_UNSUPPORTED: no such device here. */
+ * MOELITH_INVALID_ARGUMENT: a null pointer or a bad field, which is named. MOELITH_UNSUPPORTED: no such device here.
+ * Of several ranks, any failure of one ends the call of the others too (MOELITH_GROUP_FAILED), and the group with it. */
 MOELITH_API moelith_status_t moelith_plan_create(const moelith_layer_config_t* config,
                                                  const moelith_plan_options_t* options, moelith_plan_t* plan);
 
@@ -311,8 +335,7 @@ typedef struct moelith_outputs {
   moelith_tensor_t z_loss;        /* optional [1] of the accumulator dtype */
 } moelith_outputs_t;
 
-/* A gradient to be written or, with accumulate, added to (then float32 for a layer of any dtype). rank 0: not
- * computed. */
+/* A gradient to be written or, with accumulate, added to (then of the accumulator dtype). rank 0: not computed. */
 typedef struct moelith_gradient {
   moelith_tensor_t tensor;
   int32_t accumulate; /* flag */
@@ -350,21 +373,24 @@ typedef struct moelith_input_gradients {
 /* y, and what else is wanted of `outputs`.
  * saved: a buffer of moelith_plan_buffer_sizes(T).saved bytes that a later backward gets, or NULL for a forward without
  * gradients. workspace: a buffer of .workspace bytes. Both aligned to 256 bytes. Collective over the group.
- * MOELITH_INVALID_ARGUMENT: a null pointer, or a tensor that does not fit, which is named; nothing was written. */
+ * MOELITH_INVALID_ARGUMENT: a null pointer, or a tensor that does not fit, which is named; nothing was written.
+ * Of several ranks, any failure of one ends the call of the others too (MOELITH_GROUP_FAILED), and the group with it. */
 MOELITH_API moelith_status_t moelith_forward(moelith_plan_t plan, const moelith_inputs_t* inputs,
                                              const moelith_outputs_t* outputs, void* saved, void* workspace,
                                              void* stream);
 
 /* The gradients that `input_gradients` wants. inputs: those of the forward that filled saved. saved is only read, so
  * several backwards of one forward are allowed. Collective over the group.
- * MOELITH_INVALID_ARGUMENT: as for moelith_forward; nothing was written. */
+ * MOELITH_INVALID_ARGUMENT: as for moelith_forward, or (on the CPU) saved was not filled by a forward of an equal plan
+ * with as many tokens and the same kind of routes; nothing was written. Otherwise as moelith_forward. */
 MOELITH_API moelith_status_t moelith_backward(moelith_plan_t plan, const moelith_inputs_t* inputs, const void* saved,
                                               const moelith_output_gradients_t* output_gradients,
                                               const moelith_input_gradients_t* input_gradients, void* workspace,
                                               void* stream);
 
 /* The bias update of balancing without an aux loss, in place, on the CPU:
- * bias[e] += rate * sign(mean(counts) - counts[e]). bias: [E] float32 or float64; counts: [E] int64. */
+ * bias[e] += rate * sign(mean(counts) - counts[e]). bias: [E] float32 or float64; counts: [E] int64. Both in the host's
+ * memory; a build with CUDA refuses memory of a GPU. */
 MOELITH_API moelith_status_t moelith_update_selection_bias(const moelith_tensor_t* bias, const moelith_tensor_t* counts,
                                                            double rate);
 

@@ -59,6 +59,7 @@ enum class Status : std::int32_t {
   timed_out = 3,         // a bounded wait ran out; the text names rank, stage and what was waited for
   device_error = 4,      // a CUDA or operating system call failed
   internal = 5,          // a defect of the library
+  group_failed = 6,      // a rank of the group has ended a call by an error; the text names it and says why
 };
 
 // Thrown by every function of the C++ interface that fails. what() names the argument, what came, and what is accepted.

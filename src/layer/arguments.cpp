@@ -1,5 +1,6 @@
 #include "layer/arguments.hpp"
 
+#include <algorithm>
 #include <initializer_list>
 #include <string>
 
@@ -14,7 +15,12 @@ namespace {
 
 std::string list_of(std::initializer_list<DataType> types) {
   std::string text;
-  for (DataType type : types) text += (text.empty() ? "" : " or ") + std::string(to_string(type));
+  // Two that are the same for this layer count once.
+  for (auto type = types.begin(); type != types.end(); ++type) {
+    if (std::find(types.begin(), type, *type) == type) {
+      text += (text.empty() ? "" : " or ") + std::string(to_string(*type));
+    }
+  }
   return text;
 }
 
@@ -82,6 +88,15 @@ struct WeightShapes {
 };
 
 }  // namespace
+
+const char* to_string(RouteSource source) {
+  switch (source) {
+    case RouteSource::logits: return "router_logits";
+    case RouteSource::caller: return "topk_ids";
+    case RouteSource::dense: break;
+  }
+  return "neither router_logits nor topk_ids";
+}
 
 CallFacts check_inputs(const LayerConfig& config, std::int32_t local_experts, std::int64_t max_tokens, const Inputs& inputs) {
   CallFacts facts;

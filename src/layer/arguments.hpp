@@ -8,6 +8,7 @@ namespace moelith::layer {
 
 // What a forward or backward call brings its routes as.
 enum class RouteSource { logits, caller, dense };
+const char* to_string(RouteSource source);  // the argument's name: "router_logits", "topk_ids", or that there is neither
 
 struct CallFacts {
   std::int64_t tokens = 0;

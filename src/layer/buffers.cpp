@@ -33,6 +33,7 @@ SavedBuffer SavedBuffer::of(const Geometry& g, bool keep) {
   const std::int64_t experts = g.config.num_experts;
   Places places;
   SavedBuffer saved;
+  saved.stamp = places.add(sizeof(Stamp));
   saved.layout_header = places.add(8 * schedule::Layout::header_length(g.ranks, g.local_experts));
   saved.row_route = places.add(4 * g.rows());
   saved.row_weight = places.add(accumulator * g.rows());

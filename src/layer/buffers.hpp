@@ -31,6 +31,15 @@ struct Geometry {
 
 // Of one forward call, for its backward. `formula` names each part with its size.
 struct SavedBuffer {
+  // Which forward filled the buffer, written when all else is there; what backward can tell a wrong buffer by. The CPU
+  // checks it; a GPU neither writes nor reads it, since the host could not look without waiting.
+  struct Stamp {
+    std::uint64_t mark = 0;    // of the plan: equal where the contents mean the same
+    std::uint64_t filled = 0;  // a constant; 0 while a forward writes
+    std::int64_t tokens = 0;
+    std::int64_t routes = 0;   // RouteSource
+  };
+  std::uint64_t stamp;
   std::uint64_t layout_header, row_route, row_weight;   // int64 [header_length], int32 [rows], T [rows]
   std::uint64_t topk_ids, topk_weights, chosen_ids;     // int32 [T, k], T [T, k], int32 [T, k]
   std::uint64_t counts;                                 // int64 [E + 1]: routes before capacity, and valid tokens, as the

@@ -14,9 +14,11 @@
 #include <utility>
 #include <vector>
 
+#include "layer/plan.hpp"
 #include "moelith/config.hpp"
 #include "moelith/group.hpp"
 #include "moelith/layer.hpp"
+#include "moelith/presets.hpp"
 #include "moelith/tensor.hpp"
 
 struct moelith_group {
@@ -41,7 +43,8 @@ constexpr bool equal(int c_value, E value) {
 }
 static_assert(equal(MOELITH_OK, Status::ok) && equal(MOELITH_INVALID_ARGUMENT, Status::invalid_argument) &&
               equal(MOELITH_UNSUPPORTED, Status::unsupported) && equal(MOELITH_TIMED_OUT, Status::timed_out) &&
-              equal(MOELITH_DEVICE_ERROR, Status::device_error) && equal(MOELITH_INTERNAL, Status::internal));
+              equal(MOELITH_DEVICE_ERROR, Status::device_error) && equal(MOELITH_INTERNAL, Status::internal) &&
+              equal(MOELITH_GROUP_FAILED, Status::group_failed));
 static_assert(equal(MOELITH_FLOAT64, DataType::float64) && equal(MOELITH_FLOAT32, DataType::float32) &&
               equal(MOELITH_BFLOAT16, DataType::bfloat16) && equal(MOELITH_INT64, DataType::int64) &&
               equal(MOELITH_INT32, DataType::int32) && equal(MOELITH_UINT8, DataType::uint8));
@@ -59,7 +62,7 @@ static_assert(equal(MOELITH_AUX_NONE, AuxLossKind::none) && equal(MOELITH_AUX_BA
 static_assert(equal(MOELITH_DROP_BY_SCORE, DropPolicy::by_score) &&
               equal(MOELITH_DROP_BY_POSITION, DropPolicy::by_position));
 static_assert(equal(MOELITH_CPU, DeviceKind::cpu) && equal(MOELITH_CUDA, DeviceKind::cuda));
-static_assert(MOELITH_MAX_RANK == TensorView::max_rank);
+static_assert(MOELITH_MAX_RANK == TensorView::max_rank && MOELITH_MAX_SHARED_EXPERTS == limits::shared_experts);
 
 // The text of this thread's last failure. A plain array: keeping a text can neither throw nor need a destructor.
 thread_local std::array<char, 2048> last_error{};
@@ -172,6 +175,15 @@ Gradient gradient_of(const moelith_gradient_t& gradient, const std::string& name
   return {view_of(gradient.tensor, name), gradient.accumulate != 0};
 }
 
+// The four of a set of weights or of their gradients, whichever struct holds them.
+template <class From, class To, class Convert>
+void set_weights(const From& from, To& to, const std::string& prefix, Convert convert) {
+  to.gate_up_proj = convert(from.gate_up_proj, prefix + "gate_up_proj");
+  to.gate_up_bias = convert(from.gate_up_bias, prefix + "gate_up_bias");
+  to.down_proj = convert(from.down_proj, prefix + "down_proj");
+  to.down_bias = convert(from.down_bias, prefix + "down_bias");
+}
+
 LayerConfig config_of(const moelith_layer_config_t& c) {
   LayerConfig config;
   config.hidden_size = c.hidden_size;
@@ -223,6 +235,10 @@ moelith_layer_config_t c_config_of(const LayerConfig& config) {
   c.gate_up_bias = config.gate_up_bias;
   c.down_bias = config.down_bias;
   c.weight_placement = static_cast<std::int32_t>(config.weight_placement);
+  if (config.shared_experts.size() > MOELITH_MAX_SHARED_EXPERTS) {
+    refuse("the layer has " + std::to_string(config.shared_experts.size()) + " shared experts; accepted: 0 to " +
+           std::to_string(MOELITH_MAX_SHARED_EXPERTS));
+  }
   c.num_shared_experts = static_cast<std::int32_t>(config.shared_experts.size());
   for (std::size_t s = 0; s < config.shared_experts.size(); ++s) {
     c.shared_experts[s].intermediate_size = config.shared_experts[s].intermediate_size;
@@ -248,8 +264,8 @@ std::shared_ptr<const BoundExperts> bound_of(moelith_bound_experts_t bound) { re
 
 ExpertPointers pointers_of(const moelith_expert_pointers_t* given) {
   const moelith_expert_pointers_t c = copy_of(given, "pointers");
-  constexpr std::int32_t most_experts = 1024;  // bounds what is read; the plan compares the count with its experts
-  if (c.count < 0 || c.count > most_experts) {
+  // Bounds what is read; the plan compares the count with its experts.
+  if (c.count < 0 || c.count > limits::num_experts) {
     refuse("pointers.count is " + std::to_string(c.count) + "; accepted: the number of local experts");
   }
   ExpertPointers pointers;
@@ -260,6 +276,12 @@ ExpertPointers pointers_of(const moelith_expert_pointers_t* given) {
   pointers.down_proj = list(c.down_proj);
   pointers.down_bias = list(c.down_bias);
   return pointers;
+}
+
+// Into the caller's struct, whose struct_size is set.
+void put_config(const LayerConfig& config, moelith_layer_config_t* target) {
+  const std::size_t struct_size = copy_of(target, "config").struct_size;
+  copy_out(c_config_of(config), target, struct_size);
 }
 
 // `shared` and `num_shared` of a struct: the count is bounded and the pointer there before an entry is read.
@@ -284,16 +306,10 @@ Inputs inputs_of(const moelith_inputs_t* given) {
   inputs.shared_gate_logits = view_of(c.shared_gate_logits, "shared_gate_logits");
   inputs.num_valid_tokens = view_of(c.num_valid_tokens, "num_valid_tokens");
   inputs.num_sequences = c.num_sequences == 0 ? 1 : c.num_sequences;
-  inputs.weights.gate_up_proj = view_of(c.gate_up_proj, "gate_up_proj");
-  inputs.weights.gate_up_bias = view_of(c.gate_up_bias, "gate_up_bias");
-  inputs.weights.down_proj = view_of(c.down_proj, "down_proj");
-  inputs.weights.down_bias = view_of(c.down_bias, "down_bias");
+  set_weights(c, inputs.weights, "", view_of);
   const moelith_shared_weights_t* shared = shared_array(c.shared, c.num_shared, "inputs");
   for (std::int32_t s = 0; s < c.num_shared; ++s) {
-    const std::string name = shared_name("weights.", s);
-    inputs.weights.shared.push_back(
-        {view_of(shared[s].gate_up_proj, name + "gate_up_proj"), view_of(shared[s].gate_up_bias, name + "gate_up_bias"),
-         view_of(shared[s].down_proj, name + "down_proj"), view_of(shared[s].down_bias, name + "down_bias")});
+    set_weights(shared[s], inputs.weights.shared.emplace_back(), shared_name("weights.", s), view_of);
   }
   inputs.weights.bound = bound_of(c.bound);
   return inputs;
@@ -328,24 +344,16 @@ InputGradients input_gradients_of(const moelith_input_gradients_t* given) {
   gradients.router_logits = view_of(c.router_logits, "input_gradients.router_logits");
   gradients.topk_weights = view_of(c.topk_weights, "input_gradients.topk_weights");
   gradients.shared_gate_logits = view_of(c.shared_gate_logits, "input_gradients.shared_gate_logits");
-  gradients.weights.gate_up_proj = gradient_of(c.gate_up_proj, "input_gradients.gate_up_proj");
-  gradients.weights.gate_up_bias = gradient_of(c.gate_up_bias, "input_gradients.gate_up_bias");
-  gradients.weights.down_proj = gradient_of(c.down_proj, "input_gradients.down_proj");
-  gradients.weights.down_bias = gradient_of(c.down_bias, "input_gradients.down_bias");
+  set_weights(c, gradients.weights, "input_gradients.", gradient_of);
   const moelith_shared_gradients_t* shared = shared_array(c.shared, c.num_shared, "input_gradients");
   for (std::int32_t s = 0; s < c.num_shared; ++s) {
-    const std::string name = shared_name("input_gradients.", s);
-    gradients.weights.shared.push_back({gradient_of(shared[s].gate_up_proj, name + "gate_up_proj"),
-                                        gradient_of(shared[s].gate_up_bias, name + "gate_up_bias"),
-                                        gradient_of(shared[s].down_proj, name + "down_proj"),
-                                        gradient_of(shared[s].down_bias, name + "down_bias")});
+    set_weights(shared[s], gradients.weights.shared.emplace_back(), shared_name("input_gradients.", s), gradient_of);
   }
   gradients.weights.bound = bound_of(c.bound);
   return gradients;
 }
 
-PlanOptions options_of(const moelith_plan_options_t* given) {
-  const moelith_plan_options_t c = copy_of(given, "options");
+PlanOptions options_of(const moelith_plan_options_t& c) {
   PlanOptions options;
   options.max_tokens = c.max_tokens;
   options.device = enumerator(c.device, DeviceKind::cuda, "options.device");
@@ -354,8 +362,8 @@ PlanOptions options_of(const moelith_plan_options_t* given) {
   options.tile_columns = c.tile_columns;
   options.shuffle_seed = c.shuffle_seed;
   if (c.group != nullptr) options.group = c.group->group;
-  constexpr std::int32_t most_experts = 1024;  // bounds what is read; the plan compares the count with num_experts
-  if (c.expert_rank_count < 0 || c.expert_rank_count > most_experts) {
+  // Bounds what is read; the plan compares the count with num_experts.
+  if (c.expert_rank_count < 0 || c.expert_rank_count > limits::num_experts) {
     refuse("options.expert_rank_count is " + std::to_string(c.expert_rank_count) + "; accepted: 0, or num_experts");
   }
   if (c.expert_rank_count > 0) deref(c.expert_rank, "options.expert_rank");
@@ -383,6 +391,7 @@ const char* moelith_status_name(moelith_status_t status) {
     case MOELITH_TIMED_OUT: return "timed_out";
     case MOELITH_DEVICE_ERROR: return "device_error";
     case MOELITH_INTERNAL: return "internal";
+    case MOELITH_GROUP_FAILED: return "group_failed";
   }
   return "unknown status";
 }
@@ -424,6 +433,24 @@ moelith_status_t moelith_layer_config_validate(const moelith_layer_config_t* con
   return guarded([&] { config_of(copy_of(config, "config")).validate(); });
 }
 
+const char* moelith_preset_name(int32_t index) {
+  const auto& all = presets();
+  return index >= 0 && static_cast<std::size_t>(index) < all.size() ? all[static_cast<std::size_t>(index)].name.c_str()
+                                                                    : nullptr;
+}
+
+moelith_status_t moelith_layer_config_from_preset(moelith_layer_config_t* config, const char* name) {
+  return guarded([&] { put_config(preset(&deref(name, "name")).config, config); });
+}
+
+moelith_status_t moelith_layer_config_from_json(moelith_layer_config_t* config, const char* json) {
+  return guarded([&] { put_config(model_from_hugging_face(&deref(json, "json")).config, config); });
+}
+
+moelith_status_t moelith_layer_config_from_file(moelith_layer_config_t* config, const char* path) {
+  return guarded([&] { put_config(read_hugging_face_config(&deref(path, "path")).config, config); });
+}
+
 moelith_status_t moelith_group_create_single(moelith_group_t* group) {
   return guarded([&] {
     deref(group, "group");
@@ -455,14 +482,21 @@ moelith_status_t moelith_group_set_timeout(moelith_group_t group, int64_t millis
   });
 }
 
+moelith_status_t moelith_group_fail(moelith_group_t group, const char* reason) {
+  return guarded([&] { deref(group, "group").group.fail(reason == nullptr ? "" : reason); });
+}
+
 void moelith_group_destroy(moelith_group_t group) { delete group; }
 
 moelith_status_t moelith_plan_create(const moelith_layer_config_t* config, const moelith_plan_options_t* options,
                                      moelith_plan_t* plan) {
   return guarded([&] {
     deref(plan, "plan");
-    const LayerConfig layer = config_of(copy_of(config, "config"));
-    *plan = new moelith_plan{Plan::create(layer, options_of(options))};
+    const moelith_plan_options_t given = copy_of(options, "options");
+    const Group group = given.group == nullptr ? Group::single() : given.group->group;
+    *plan = group.transport()->collective([&] {
+      return new moelith_plan{Plan::create(config_of(copy_of(config, "config")), options_of(given))};
+    });
   });
 }
 
@@ -470,9 +504,7 @@ void moelith_plan_destroy(moelith_plan_t plan) { delete plan; }
 
 moelith_status_t moelith_plan_config(moelith_plan_t plan, moelith_layer_config_t* config) {
   return guarded([&] {
-    const Plan& of = deref(plan, "plan").plan;
-    const std::size_t struct_size = copy_of(config, "config").struct_size;
-    copy_out(c_config_of(of.config()), config, struct_size);
+    put_config(deref(plan, "plan").plan.config(), config);
   });
 }
 
@@ -529,17 +561,22 @@ void moelith_bound_experts_destroy(moelith_bound_experts_t bound) { delete bound
 
 moelith_status_t moelith_forward(moelith_plan_t plan, const moelith_inputs_t* inputs, const moelith_outputs_t* outputs,
                                  void* saved, void* workspace, void* stream) {
-  return guarded(
-      [&] { deref(plan, "plan").plan.forward(inputs_of(inputs), outputs_of(outputs), saved, workspace, stream); });
+  return guarded([&] {
+    const Plan& of = deref(plan, "plan").plan;
+    of.impl().transport().collective(
+        [&] { of.forward(inputs_of(inputs), outputs_of(outputs), saved, workspace, stream); });
+  });
 }
 
 moelith_status_t moelith_backward(moelith_plan_t plan, const moelith_inputs_t* inputs, const void* saved,
                                   const moelith_output_gradients_t* output_gradients,
                                   const moelith_input_gradients_t* input_gradients, void* workspace, void* stream) {
   return guarded([&] {
-    deref(plan, "plan")
-        .plan.backward(inputs_of(inputs), saved, output_gradients_of(output_gradients),
-                       input_gradients_of(input_gradients), workspace, stream);
+    const Plan& of = deref(plan, "plan").plan;
+    of.impl().transport().collective([&] {
+      of.backward(inputs_of(inputs), saved, output_gradients_of(output_gradients), input_gradients_of(input_gradients),
+                  workspace, stream);
+    });
   });
 }
 

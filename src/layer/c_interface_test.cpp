@@ -3,12 +3,15 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "moelith/layer.hpp"
 #include "moelith/moelith.h"
+#include "moelith/presets.hpp"
 
 namespace moelith {
 namespace {
@@ -219,12 +222,17 @@ TEST(CInterface, FailuresHaveAStatusAndAText) {
 
   moelith_plan_t plan = nullptr;
   EXPECT_EQ(moelith_plan_create(nullptr, nullptr, &plan), MOELITH_INVALID_ARGUMENT);
+  EXPECT_STREQ(moelith_last_error(), "options is NULL; accepted: a valid pointer");
+  moelith_plan_options_t options{};
+  options.struct_size = sizeof options;
+  EXPECT_EQ(moelith_plan_create(nullptr, &options, &plan), MOELITH_INVALID_ARGUMENT);
   EXPECT_STREQ(moelith_last_error(), "config is NULL; accepted: a valid pointer");
   EXPECT_EQ(plan, nullptr);
   EXPECT_EQ(moelith_forward(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr), MOELITH_INVALID_ARGUMENT);
   EXPECT_STREQ(moelith_last_error(), "plan is NULL; accepted: a valid pointer");
 
   EXPECT_STREQ(moelith_status_name(MOELITH_TIMED_OUT), "timed_out");
+  EXPECT_STREQ(moelith_status_name(MOELITH_GROUP_FAILED), "group_failed");
   EXPECT_STREQ(moelith_status_name(static_cast<moelith_status_t>(77)), "unknown status");
 }
 
@@ -288,6 +296,97 @@ TEST(CInterface, Groups) {
   moelith_plan_destroy(plan);
   moelith_plan_destroy(nullptr);
   moelith_group_destroy(nullptr);
+}
+
+TEST(CInterface, LayersOfPublishedModels) {
+  int count = 0;
+  for (; moelith_preset_name(count) != nullptr; ++count) {
+    moelith_layer_config_t config;
+    ASSERT_EQ(moelith_layer_config_init(&config, sizeof config), MOELITH_OK);
+    ASSERT_EQ(moelith_layer_config_from_preset(&config, moelith_preset_name(count)), MOELITH_OK) << moelith_last_error();
+    EXPECT_EQ(moelith_layer_config_validate(&config), MOELITH_OK) << moelith_last_error();
+  }
+  EXPECT_EQ(count, static_cast<int>(presets().size()));
+  EXPECT_EQ(moelith_preset_name(-1), nullptr);
+
+  moelith_layer_config_t config;
+  ASSERT_EQ(moelith_layer_config_init(&config, sizeof config), MOELITH_OK);
+  ASSERT_EQ(moelith_layer_config_from_preset(&config, "deepseek-v3"), MOELITH_OK) << moelith_last_error();
+  EXPECT_EQ(config.hidden_size, 7168);
+  EXPECT_EQ(config.num_experts, 256);
+  EXPECT_EQ(config.router_kind, MOELITH_SIGMOID);
+  EXPECT_EQ(config.num_groups, 8);
+  EXPECT_EQ(config.top_groups, 4);
+  EXPECT_EQ(config.num_shared_experts, 1);
+  EXPECT_EQ(config.shared_experts[0].intermediate_size, 2048);
+
+  const char* json =
+      R"({"model_type": "olmoe", "hidden_size": 64, "intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2})";
+  ASSERT_EQ(moelith_layer_config_from_json(&config, json), MOELITH_OK) << moelith_last_error();
+  EXPECT_EQ(config.hidden_size, 64);
+  EXPECT_EQ(config.num_shared_experts, 0);
+  const std::string folder = ::testing::TempDir() + "/moelith_c_interface";
+  std::filesystem::create_directories(folder);
+  std::ofstream(folder + "/config.json") << json;
+  config.hidden_size = 0;
+  ASSERT_EQ(moelith_layer_config_from_file(&config, folder.c_str()), MOELITH_OK) << moelith_last_error();
+  EXPECT_EQ(config.hidden_size, 64);
+  EXPECT_EQ(config.top_k, 2);
+  std::filesystem::remove_all(folder);
+
+  EXPECT_EQ(moelith_layer_config_from_preset(&config, "gpt-9"), MOELITH_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(moelith_last_error()).find("mixtral-8x7b"), std::string::npos) << moelith_last_error();
+  EXPECT_EQ(moelith_layer_config_from_json(&config, "{}"), MOELITH_INVALID_ARGUMENT);
+  EXPECT_EQ(moelith_layer_config_from_file(&config, folder.c_str()), MOELITH_INVALID_ARGUMENT);
+  EXPECT_EQ(moelith_layer_config_from_preset(&config, nullptr), MOELITH_INVALID_ARGUMENT);
+  EXPECT_EQ(moelith_layer_config_from_json(nullptr, json), MOELITH_INVALID_ARGUMENT);
+  EXPECT_EQ(config.hidden_size, 64);  // as before
+}
+
+// What only the C interface can refuse reaches the other ranks too.
+TEST(CInterface, AWrongRankEndsTheCallsOfTheOthers) {
+  for (const int fault : {0, 1, 2}) {
+    moelith_group_t groups[2] = {};
+    ASSERT_EQ(moelith_group_create_threads(2, groups), MOELITH_OK) << moelith_last_error();
+    moelith_status_t status[2] = {};
+    std::string text[2];
+    auto call = [&](int rank) {
+      const moelith_layer_config_t config = c_config();
+      moelith_plan_options_t options{};
+      options.struct_size = sizeof options;
+      options.group = groups[rank];
+      options.device = rank == 1 && fault == 0 ? 7 : 0;
+      moelith_plan_t plan = nullptr;
+      if (rank == 1 && fault == 2) {
+        status[rank] = moelith_group_fail(groups[rank], nullptr);
+        return;
+      }
+      status[rank] = moelith_plan_create(&config, &options, &plan);
+      if (status[rank] == MOELITH_OK) {
+        if (rank == 0) {  // waits in another collective call
+          moelith_plan_t second = nullptr;
+          status[rank] = moelith_plan_create(&config, &options, &second);
+        } else {
+          moelith_inputs_t in{};
+          in.struct_size = sizeof in;
+          in.x.rank = 9;
+          moelith_outputs_t out{};
+          out.struct_size = sizeof out;
+          status[rank] = moelith_forward(plan, &in, &out, nullptr, nullptr, nullptr);
+        }
+      }
+      text[rank] = moelith_last_error();
+      moelith_plan_destroy(plan);
+    };
+    std::thread other(call, 1);
+    call(0);
+    other.join();
+    EXPECT_EQ(status[0], MOELITH_GROUP_FAILED) << text[0];
+    EXPECT_EQ(status[1], fault == 2 ? MOELITH_OK : MOELITH_INVALID_ARGUMENT) << text[1];
+    const char* reason[] = {"rank 1: options.device is 7", "rank 1: x.rank is 9", "rank 1: no reason was given"};
+    EXPECT_NE(text[0].find(reason[fault]), std::string::npos) << text[0];
+    for (const moelith_group_t group : groups) moelith_group_destroy(group);
+  }
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include "executors/cpu/run_pass.hpp"
 #include "executors/cpu/thread_pool.hpp"
 #include "layer/bound_experts.hpp"
+#include "layer/fingerprint.hpp"
 #include "layer/plan.hpp"
 #include "numerics/elementary.hpp"
 #include "routing/caller_routes.hpp"
@@ -42,6 +43,9 @@ T element(const TensorView& view, std::int64_t i) {
   }
 }
 
+// In the stamp of a saved buffer that is complete: "MOELITH1" as a number.
+constexpr std::uint64_t stamp_filled = 0x4d4f454c49544831;
+
 template <class Storage>
 class CpuLayer final : public DeviceLayer {
   using T = numerics::accumulator_t<Storage>;
@@ -53,6 +57,7 @@ class CpuLayer final : public DeviceLayer {
     executors::cpu::instruction_set();  // a wrong choice is refused here and not by a worker
     tile_.columns = plan.options.tile_columns > 0 ? plan.options.tile_columns : 256;
     tile_.wgrad_rows = tile_.wgrad_columns = tile_.columns;
+    saved_mark_ = Fingerprint().add(plan.saved_mark).add(tile_.row_block).value();  // row blocks lie in the buffer too
     router_ = routing::RouterSpec{config_.router, config_.num_experts, config_.top_k};
     if (plan.options.group.size() > 1) {
       std::int64_t most = 0;
@@ -85,6 +90,7 @@ class CpuLayer final : public DeviceLayer {
     auto& transport = plan_.transport();
     const std::int64_t valid = valid_tokens(inputs, facts.tokens);
     const bool several = geometry.ranks > 1;
+    auto& stamp = *at<SavedBuffer::Stamp>(saved, kept.stamp);
 
     // Routing of this rank's tokens.
     auto* ids = at<std::int32_t>(saved, kept.topk_ids);
@@ -94,6 +100,7 @@ class CpuLayer final : public DeviceLayer {
     route(facts, inputs, outputs, valid, ids, weights, at<std::int32_t>(saved, kept.chosen_ids), counts, score_sums,
           at<std::byte>(workspace, scratch.router_scratch), *pool);
     counts[config_.num_experts] = valid;
+    stamp = {};
 
     PassData<Storage> data = pass_data(geometry, inputs, Direction::forward, saved, kept, at<T>(workspace, scratch.shared_gates));
     data.out = data_of<Storage>(outputs.y);
@@ -160,6 +167,7 @@ class CpuLayer final : public DeviceLayer {
         *data_of<T>(outputs.aux_loss) = routing::aux_loss<T>(router_, counts, counts[config_.num_experts], score_sums);
       }
     }
+    stamp = {saved_mark_, stamp_filled, facts.tokens, static_cast<std::int64_t>(facts.routes)};
   }
 
   void backward(const CallFacts& facts, const Inputs& inputs, const void* const_saved, const OutputGradients& upstream,
@@ -169,6 +177,7 @@ class CpuLayer final : public DeviceLayer {
     const auto scratch = BackwardWorkspace::of(geometry, router_scratch_bytes(facts.tokens));
     // Only read below; the pass's pointers serve both directions and are not const.
     void* saved = const_cast<void*>(const_saved);
+    check_stamp(*at<SavedBuffer::Stamp>(saved, kept.stamp), facts);
     auto pool = ThreadPool::acquire(workers_);
     auto* d_weights = at<T>(workspace, scratch.d_topk_weights);
     auto* d_gates = at<T>(workspace, scratch.d_shared_gates);
@@ -215,6 +224,26 @@ class CpuLayer final : public DeviceLayer {
                      routing::capacity_workspace_bytes(tokens, config_.top_k, config_.num_experts)});
   }
 
+  // Refuses what no forward of such a layer and call has filled.
+  void check_stamp(const SavedBuffer::Stamp& stamp, const CallFacts& facts) const {
+    auto refuse = [](const std::string& got, const std::string& accepted) {
+      throw Error(Status::invalid_argument, "saved: got " + got + ", accepted is " + accepted);
+    };
+    if (stamp.filled != stamp_filled) refuse("a buffer that no forward has filled", "that of a forward of this layer");
+    if (stamp.mark != saved_mark_) {
+      refuse("a buffer that a forward of another plan has filled",
+             "that of this plan, or of one of the same rank with equal config and options");
+    }
+    if (stamp.tokens != facts.tokens) {
+      refuse("a buffer that a forward with " + std::to_string(stamp.tokens) + " tokens has filled",
+             "that of a forward with as many as x has here, " + std::to_string(facts.tokens));
+    }
+    if (stamp.routes != static_cast<std::int64_t>(facts.routes)) {
+      refuse(std::string("a buffer of a forward that had ") + to_string(static_cast<RouteSource>(stamp.routes)),
+             std::string("one of a forward that had ") + to_string(facts.routes) + ", as here");
+    }
+  }
+
   std::int64_t valid_tokens(const Inputs& inputs, std::int64_t tokens) const {
     if (!inputs.num_valid_tokens.given()) return tokens;
     const std::int64_t valid = *data_of<std::int32_t>(inputs.num_valid_tokens);
@@ -253,14 +282,13 @@ class CpuLayer final : public DeviceLayer {
 
   void route(const CallFacts& facts, const Inputs& inputs, const Outputs& outputs, std::int64_t valid, std::int32_t* ids,
              T* weights, std::int32_t* chosen_ids, std::int64_t* counts, T* score_sums, void* scratch, ThreadPool& pool) const {
-    std::fill_n(counts, config_.num_experts, 0);
     if (facts.routes == RouteSource::logits) {
       routing::RouterOutputs<T> out;
       out.topk_ids = ids;
       out.topk_weights = weights;
       out.chosen_ids = chosen_ids;
       out.counts = counts;
-      out.score_sums = score_sums;
+      if (config_.router.aux_loss == AuxLossKind::global && outputs.aux_loss.given()) out.score_sums = score_sums;
       out.aux_loss = data_of<T>(outputs.aux_loss);
       out.z_loss = data_of<T>(outputs.z_loss);
       routing::router_forward(router_, router_inputs(inputs, valid), out, scratch, parallel_for(pool));
@@ -275,6 +303,7 @@ class CpuLayer final : public DeviceLayer {
         weights[t] = t < valid ? T(1) : T(0);
       }
     }
+    std::fill_n(counts, config_.num_experts, 0);
     if (config_.router.capacity_factor > 0) {
       routing::apply_capacity(
           config_.router.drop_policy,
@@ -350,19 +379,16 @@ class CpuLayer final : public DeviceLayer {
     }
   }
 
-  // Equal for plans whose windows and counters lie alike on every rank (FNV-1a over their places).
+  // Equal for plans whose windows and counters lie alike on every rank; not 0.
   static std::uint64_t layout_number(const std::vector<Window>& windows, const schedule::CounterMap& map) {
-    std::uint64_t hash = 14695981039346656037ull;
-    auto add = [&hash](std::uint64_t value) { hash = (hash ^ value) * 1099511628211ull; };
+    Fingerprint f;
     for (const Window& w : windows) {
-      for (std::uint64_t place : {w.rows, w.route_rows, w.route_dprob, w.size}) add(place);
+      f.add(w.rows).add(w.route_rows).add(w.route_dprob).add(w.size);
       for (const auto& t : w.table) {
-        for (std::uint64_t place : {t.tokens, t.offsets, t.counts, t.routes, t.topk_ids, t.topk_weights}) add(place);
+        f.add(t.tokens).add(t.offsets).add(t.counts).add(t.routes).add(t.topk_ids).add(t.topk_weights);
       }
     }
-    add(static_cast<std::uint64_t>(map.arrivals_size));
-    add(static_cast<std::uint64_t>(map.flags_size));
-    return hash | 1;
+    return f.add(map.arrivals_size).add(map.flags_size).value() | 1;
   }
 
   std::int64_t* counts_of(std::int32_t rank, int table) const {
@@ -517,8 +543,7 @@ class CpuLayer final : public DeviceLayer {
       // An absent token's logits may be anything, NaN too.
       const bool there = n / std::int64_t(shared_count_) < *data.pass.layout.valid_tokens;
       const bool gated = config_.shared_experts[n % shared_count_].gated;
-      const T gate = data.shared_gates[n];
-      const T value = there && gated ? d_gates[n] * gate * (T(1) - gate) : T(0);
+      const T value = there && gated ? d_gates[n] * numerics::sigmoid_slope(element<T>(inputs.shared_gate_logits, n)) : T(0);
       if (out.dtype == DataType::bfloat16) {
         static_cast<numerics::bfloat16*>(out.data)[n] = numerics::to_bfloat16(float(value));
       } else {
@@ -533,6 +558,7 @@ class CpuLayer final : public DeviceLayer {
   const std::size_t shared_count_;
   int workers_ = 1;
   schedule::TileShape tile_;
+  std::uint64_t saved_mark_ = 0;
   routing::RouterSpec router_;
   std::vector<Window> windows_;  // [R], several ranks only
   std::uint64_t window_layout_ = 0;

@@ -41,6 +41,7 @@ class Plan::Impl {
   std::vector<std::int32_t> expert_rank;         // [E]
   std::vector<std::int32_t> local_experts;       // [L] global ids
   std::vector<std::int64_t> max_tokens_of_rank;  // [R]
+  std::uint64_t saved_mark = 0;                  // equal where a saved buffer means the same, but for tiles
   std::unique_ptr<layer::DeviceLayer> device;
 
   transport::Transport& transport() const { return *options.group.transport(); }

@@ -12,12 +12,12 @@
 
 #include <cstdint>
 
+#include "moelith/limits.hpp"
 #include "numerics/host_device.hpp"
 
 namespace moelith::schedule {
 
-inline constexpr int max_shared_experts = 8;
-inline constexpr int max_ranks = 64;
+inline constexpr std::int32_t max_shared_experts = limits::shared_experts;
 
 // a / b for a >= 0, b > 0. A GPU has no instruction for it; 32 bits take a tenth of the time of 64.
 MOELITH_HD constexpr std::int64_t quotient(std::int64_t a, std::int64_t b) {

@@ -32,11 +32,16 @@ struct Shared {
   std::atomic<bool> has_failed{false};
   std::string reason;  // guarded by mutex
 
+  // With the lock held.
+  void require_usable() const {
+    if (has_failed) throw Error(Status::group_failed, "the group has failed: " + reason);
+  }
+
   // All ranks meet; the last to come runs `last` before anybody leaves.
   template <class F>
   void meet(int rank, std::chrono::milliseconds limit, F last) {
     std::unique_lock lock(mutex);
-    if (has_failed) throw Error(Status::timed_out, reason);
+    require_usable();
     const std::uint64_t mine = generation;
     present[rank] = true;
     if (++arrived == ranks) {
@@ -48,15 +53,15 @@ struct Shared {
       return;
     }
     if (changed.wait_for(lock, limit, [&] { return generation != mine || has_failed; })) {
-      if (generation == mine) throw Error(Status::timed_out, reason);
+      if (generation == mine) require_usable();
       return;
     }
     std::string missing;
     for (int r = 0; r < ranks; ++r) {
       if (!present[r]) missing += (missing.empty() ? "" : ", ") + std::to_string(r);
     }
-    reason = "set-up of the group: rank " + std::to_string(rank) + " waited " + std::to_string(limit.count()) +
-             " ms for rank " + missing;
+    reason = "rank " + std::to_string(rank) + ": waited " + std::to_string(limit.count()) + " ms for rank " + missing +
+             " to meet all others";
     has_failed = true;
     changed.notify_all();
     throw Error(Status::timed_out, reason);
@@ -104,7 +109,7 @@ class Threads final : public Transport {
 
   void fail(const std::string& reason) override {
     std::lock_guard lock(shared_->mutex);
-    if (!shared_->has_failed) shared_->reason = reason;
+    if (!shared_->has_failed) shared_->reason = "rank " + std::to_string(rank()) + ": " + reason;
     shared_->has_failed = true;
     shared_->changed.notify_all();
   }
@@ -112,7 +117,7 @@ class Threads final : public Transport {
   void require_usable() const override {
     if (!shared_->has_failed) return;
     std::lock_guard lock(shared_->mutex);
-    throw Error(Status::timed_out, "the group has failed before: " + shared_->reason);
+    shared_->require_usable();
   }
 
  private:

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <string>
 #include <vector>
@@ -47,14 +48,30 @@ class Transport {
     layout_ = layout;
   }
 
-  std::chrono::milliseconds timeout() const { return timeout_; }
-  void set_timeout(std::chrono::milliseconds limit) { timeout_ = limit; }
+  // May be set while others wait: by any thread, for the waits that begin afterwards.
+  std::chrono::milliseconds timeout() const { return std::chrono::milliseconds(timeout_.load(std::memory_order_relaxed)); }
+  void set_timeout(std::chrono::milliseconds limit) { timeout_.store(limit.count(), std::memory_order_relaxed); }
 
-  // After a failed pass nobody knows what the others wrote: the group refuses further use, with the first reason.
+  // This rank gives up: every wait of the others ends, and the group refuses further use, since nobody knows what was
+  // written. The first reason stays, with the number of the rank that gave it.
   virtual void fail(const std::string& reason) = 0;
   virtual bool failed() const = 0;
-  // Throws Error(timed_out) with that reason if the group has failed.
+  // Throws Error(group_failed) with that rank and its reason if the group has failed.
   virtual void require_usable() const = 0;
+
+  // Runs this rank's part of a collective call. If it throws, the others learn at once instead of waiting for this rank.
+  template <class F>
+  auto collective(F&& call) {
+    try {
+      return call();
+    } catch (const std::exception& error) {
+      fail(error.what());
+      throw;
+    } catch (...) {
+      fail("an exception of unknown type");
+      throw;
+    }
+  }
 
  protected:
   Transport(int rank, int size) : rank_(rank), size_(size) {}
@@ -64,7 +81,7 @@ class Transport {
   std::uint64_t epoch_ = 0;
   int table_ = 0;
   std::uint64_t layout_ = 0;  // of the last pass
-  std::chrono::milliseconds timeout_{60000};
+  std::atomic<std::int64_t> timeout_{60000};  // milliseconds
 };
 
 // One rank: no symmetric memory, no counters.

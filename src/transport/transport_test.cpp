@@ -23,13 +23,13 @@ void on_all_ranks(int ranks, F body) {
   for (auto& thread : threads) thread.join();
 }
 
-// The error that a call ends with; empty: none.
+// The error that a call ends with, its own time limit or another rank's failure; empty: none.
 template <class F>
 std::string error_of(F call) {
   try {
     call();
   } catch (const Error& error) {
-    EXPECT_EQ(error.status(), Status::timed_out) << error.what();
+    EXPECT_TRUE(error.status() == Status::timed_out || error.status() == Status::group_failed) << error.what();
     return error.what();
   }
   return "";
@@ -118,8 +118,22 @@ TEST(Transport, FailureWakesThoseWhoWait) {
       group[1]->fail("of another reason");  // the first one counts
     }
   });
-  EXPECT_NE(error.find("because"), std::string::npos) << error;
+  EXPECT_NE(error.find("the group has failed: rank 1: because"), std::string::npos) << error;
   EXPECT_NE(error_of([&] { group[1]->require_usable(); }).find("because"), std::string::npos);
+}
+
+TEST(Transport, ACollectiveCallThatThrowsTellsTheOthers) {
+  auto group = make_threads(2);
+  std::string error;
+  on_all_ranks(2, [&](int r) {
+    if (r == 0) {
+      error = error_of([&] { group[0]->all_gather(1); });
+    } else {
+      EXPECT_THROW(group[1]->collective([] { throw std::bad_alloc(); }), std::bad_alloc);
+    }
+  });
+  EXPECT_NE(error.find("rank 1: "), std::string::npos) << error;
+  EXPECT_EQ(make_threads(2)[0]->collective([] { return 7; }), 7);
 }
 
 TEST(Transport, EpochsAndTables) {

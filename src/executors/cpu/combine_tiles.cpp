@@ -53,7 +53,7 @@ void run_combine_tile(const PassData<Storage>& data, const schedule::Tile& tile)
 
   const Storage* rows[64];
   T factors[64];
-  static_assert(schedule::max_shared_experts + 32 <= 64, "top_k is at most 32");
+  static_assert(limits::shared_experts + limits::top_k <= 64);
   const bool weighted = forward && data.weight_placement == WeightPlacement::after_down;
   for (std::int64_t t = begin; t < end; ++t) {
     std::int64_t count = 0;

@@ -69,7 +69,7 @@ class Run {
 
   void shuffled(int worker) {
     guarded([&] {
-      auto deadline = std::chrono::steady_clock::now() + transport_.timeout();
+      auto idle_since = std::chrono::steady_clock::now();
       while (!stopped()) {
         Tile tile;
         {
@@ -80,10 +80,9 @@ class Run {
         }
         if (static_cast<int>(tile.stage) < schedule::stage_count) {
           finish(tile, worker);
-          deadline = std::chrono::steady_clock::now() + transport_.timeout();
-        } else if (pass_.sizes.ranks > 1 && std::chrono::steady_clock::now() > deadline) {
-          time_out("any of the remaining tiles", Tile{schedule::Stage::combine, 0, 0, 0}, transport_.timeout());
+          idle_since = std::chrono::steady_clock::now();
         } else {
+          if (pass_.sizes.ranks > 1) end_if_overdue(idle_since);
           std::this_thread::yield();
         }
       }
@@ -148,8 +147,7 @@ class Run {
       if (satisfied(wait)) return true;
       relax();
     }
-    // Work of this rank is late because a worker waits for another rank: that one's limit shall run out first and name it.
-    const auto limit = transport_.timeout() * (wait.array == CounterArray::local ? 2 : 1);
+    const auto limit = limit_of(wait);
     const auto deadline = std::chrono::steady_clock::now() + limit;
     // One rank waits for its own workers alone, each of which finishes its tile or ends the pass by an exception: no
     // limit there, or a process that was stopped for a while (Ctrl-Z, a debugger) would fail when it goes on.
@@ -157,18 +155,42 @@ class Run {
     while (!satisfied(wait)) {
       if (stop_.load(std::memory_order_acquire)) return false;
       if (transport_.failed()) transport_.require_usable();
-      if (limited && std::chrono::steady_clock::now() > deadline) {
-        const char* what = wait.array == CounterArray::local      ? "work of this rank"
-                           : wait.array == CounterArray::arrivals ? "rows of other ranks"
-                                                                  : "rank ";
-        time_out(wait.array == CounterArray::flags ? what + std::to_string(wait.from) : std::string(what), tile, limit);
-      }
+      if (limited && std::chrono::steady_clock::now() > deadline) time_out(wait, tile, limit);
       std::this_thread::yield();
     }
     return true;
   }
 
-  [[noreturn]] void time_out(const std::string& what, const Tile& tile, std::chrono::milliseconds limit) {
+  // Work of this rank is late because a worker waits for another rank: that one's limit shall run out first and name it.
+  std::chrono::milliseconds limit_of(const Wait& wait) const {
+    return transport_.timeout() * (wait.array == CounterArray::local ? 2 : 1);
+  }
+
+  // Shuffled: nothing has been ready for this worker since then. The first of the remaining tiles is the one that others
+  // hold up, since each depends only on tiles before it.
+  void end_if_overdue(std::chrono::steady_clock::time_point idle_since) {
+    const auto idle = std::chrono::steady_clock::now() - idle_since;
+    if (idle <= transport_.timeout()) return;
+    Tile tile{schedule::Stage::layout, 0, 0, 0};  // where only the layout is missing, another worker has its tile
+    Wait wait = layout_wait();
+    {
+      std::lock_guard lock(pick_);
+      if (!remaining_.empty()) {
+        tile = schedule::tile_at(pass_, *std::min_element(remaining_.begin(), remaining_.end()));
+        const bool ready = schedule::for_each_wait(pass_, map_, tile, [&](const Wait& w) {
+          wait = w;
+          return satisfied(w);
+        });
+        if (ready) return;
+      }
+    }
+    if (const auto limit = limit_of(wait); idle > limit) time_out(wait, tile, limit);
+  }
+
+  [[noreturn]] void time_out(const Wait& wait, const Tile& tile, std::chrono::milliseconds limit) {
+    const std::string what = wait.array == CounterArray::local      ? "work of this rank"
+                             : wait.array == CounterArray::arrivals ? "rows of other ranks"
+                                                                    : "rank " + std::to_string(wait.from);
     throw Error(Status::timed_out, "rank " + std::to_string(pass_.sizes.rank) + ", stage " + to_string(tile.stage) +
                                        ", expert " + std::to_string(tile.expert) + ", block " +
                                        std::to_string(tile.row_block) + ": waited " +

@@ -21,7 +21,8 @@ struct PassCounters {
 // shuffle_seed: 0 takes tiles in the schedule's order; otherwise in a random one among those that are ready.
 // Throws Error(timed_out), naming the rank, the stage and what was waited for, when a wait for another rank outlasts the
 // transport's limit (or one for this rank's own work twice of it); whatever run_tile throws ends the pass too. Either
-// way all workers have stopped, and a group of several ranks has failed; a single rank may go on.
+// way all workers have stopped, and a group of several ranks has failed; a single rank may go on. Throws
+// Error(group_failed) when another rank has ended the group.
 void run_pass(const schedule::Pass& pass, const PassCounters& counters, transport::Transport& transport,
               std::uint64_t epoch, ThreadPool& pool, std::uint64_t shuffle_seed,
               const std::function<void(const schedule::Tile& tile, int worker)>& run_tile);

@@ -9,6 +9,7 @@
 #include <random>
 #include <vector>
 
+#include "executors/simulator/batch.hpp"
 #include "moelith/tensor.hpp"
 
 namespace moelith::executors::simulator {
@@ -19,54 +20,12 @@ using schedule::Pass;
 using schedule::Stage;
 using schedule::Tile;
 
-// The passes of all ranks, with the memory that their layouts lie in.
-struct Batch {
-  std::vector<std::vector<std::int64_t>> headers;
-  std::vector<std::vector<std::int32_t>> routes;
-  std::vector<Pass> passes;
-};
-
 // ids: [R] of each rank's [T, k]; experts are split evenly.
 Batch make_batch(const schedule::Sizes& like, std::int32_t experts, const std::vector<std::vector<std::int32_t>>& ids) {
   const auto ranks = static_cast<std::int32_t>(ids.size());
-  Batch batch;
   std::vector<std::int32_t> expert_rank;
-  std::int64_t most = 0, all = 0;
   for (std::int32_t e = 0; e < experts; ++e) expert_rank.push_back(e * ranks / experts);
-  for (const auto& of_rank : ids)
-    most = std::max(most, std::int64_t(of_rank.size()) / like.top_k), all += std::int64_t(of_rank.size());
-  batch.headers.resize(ranks);
-  batch.routes.resize(ranks);
-  for (std::int32_t r = 0; r < ranks; ++r) {
-    Pass pass;
-    pass.sizes = like;
-    pass.sizes.rank = r;
-    pass.sizes.ranks = ranks;
-    pass.sizes.local_experts = static_cast<std::int32_t>(std::count(expert_rank.begin(), expert_rank.end(), r));
-    pass.sizes.tokens = std::int64_t(ids[r].size()) / like.top_k;
-    pass.sizes.max_chunks = schedule::ceil_div(most, like.chunk_tokens);
-    pass.sizes.max_row_blocks = all / like.tile.row_block + pass.sizes.local_experts;
-    for (std::int32_t e = 0; e < experts; ++e) {
-      for (std::int32_t source = 0; expert_rank[e] == r && source < ranks; ++source) {
-        for (std::size_t n = 0; n < ids[source].size(); ++n) {
-          if (ids[source][n] == e) batch.routes[r].push_back(static_cast<std::int32_t>(n));
-        }
-      }
-    }
-    batch.headers[r].resize(schedule::Layout::header_length(ranks, pass.sizes.local_experts));
-    pass.layout =
-        schedule::Layout::at(batch.headers[r].data(), batch.routes[r].data(), ranks, pass.sizes.local_experts);
-    *pass.layout.valid_tokens = pass.sizes.tokens;
-    for (std::int32_t source = 0; source < ranks; ++source) {
-      pass.layout.tokens_of_rank[source] = std::int64_t(ids[source].size()) / like.top_k;
-    }
-    schedule::fill_layout(pass.sizes, pass.layout, experts, expert_rank.data(),
-                          [&](std::int32_t source, std::int32_t e) {
-                            return std::int64_t(std::count(ids[source].begin(), ids[source].end(), e));
-                          });
-    batch.passes.push_back(pass);
-  }
-  return batch;
+  return simulator::make_batch(like, expert_rank, ids);
 }
 
 // One expert, two row blocks, two column tiles of gate_up and one of down and combine each:
