@@ -174,5 +174,36 @@ TEST(CommandLine, ScheduleCountsTilesAndDraws) {
   EXPECT_EQ(run(layer + "--picture /nonexistent/x.svg").status, bad_input);
 }
 
+TEST(CommandLine, ScheduleOfSeveralRanks) {
+  const Folder folder;
+  const std::string picture = folder.file("ranks.svg");
+  // Each rank: 64 tokens, one chunk; 32 routes to each of the 4 experts, whose 96 rows of all ranks are one row block.
+  const std::string layer =
+      "schedule --json -H 256 -I 128 -E 4 -k 2 -T 64 --routing balanced --tile-columns 128 --workers 4 --row-block 128 ";
+  const Json one = run(layer + "--ranks 1").json();
+  EXPECT_FALSE(one["forward"]["stages"].contains("dispatch"));
+  const Result result = run(layer + "--ranks 3 --picture " + picture);
+  ASSERT_EQ(result.status, success) << result.err;
+  const Json json = result.json();
+  EXPECT_EQ(json["ranks"], 3);
+  const Json& stages = json["forward"]["stages"];
+  EXPECT_EQ(stages["publish"]["tiles"], 3);
+  EXPECT_EQ(stages["layout"]["tiles"], 3);
+  EXPECT_EQ(stages["collect"]["tiles"], 4);   // of each expert
+  EXPECT_EQ(stages["dispatch"]["tiles"], 6);  // of each pair of ranks
+  EXPECT_EQ(stages["gate_up"]["tiles"], 4);
+  EXPECT_EQ(stages["down"]["tiles"], 8);
+  EXPECT_EQ(stages["combine"]["tiles"], 6);
+  EXPECT_EQ(json["backward"]["stages"]["dispatch"]["tiles"], 6);
+  // Waiting for another rank's signal takes time.
+  const Json slow = run(layer + "--ranks 3 --signal-us 1000").json();
+  EXPECT_GT(slow["forward"]["critical_path_ms"].get<double>(), json["forward"]["critical_path_ms"].get<double>() + 1.0);
+  for (const char* pass : {"forward", "backward"}) EXPECT_LE(json[pass]["busy"].get<double>(), 1.000001);
+  std::stringstream svg;
+  svg << std::ifstream(picture).rdbuf();
+  EXPECT_NE(svg.str().find("rank 2, 3"), std::string::npos);
+  EXPECT_EQ(run(layer + "--ranks 65").status, bad_input);
+}
+
 }  // namespace
 }  // namespace moelith::tools

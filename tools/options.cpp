@@ -13,12 +13,12 @@ void add_layer_options(CLI::App& command, LayerOptions& o) {
   auto* file = command.add_option("--config", o.config_file, "a Hugging Face config.json, or its folder");
   preset->excludes(file);
   const std::string group = "Layer (over what --preset or --config says)";
-  auto add = [&](const char* name, auto& value, const char* text) {
+  auto add = [&](const char* name, auto& value, const std::string& text) {
     command.add_option(name, value, text)->group(group);
   };
   add("--hidden-size,-H", o.hidden_size, "H, a multiple of 8");
   add("--intermediate-size,-I", o.intermediate_size, "I, a multiple of 8");
-  add("--num-experts,-E", o.num_experts, "E, 1 to 1024");
+  add("--num-experts,-E", o.num_experts, "E, 1 to " + std::to_string(limits::num_experts));
   add("--top-k,-k", o.top_k, "k, 1 to min(E, 32)");
   add("--activation", o.activation, "swiglu, swiglu_clamped, geglu_erf, geglu_tanh, relu_squared");
   add("--activation-limit", o.activation_limit, "of swiglu_clamped");
@@ -116,7 +116,7 @@ void add_json_option(CLI::App& command, bool& json) {
 void add_run_options(CLI::App& command, RunOptions& o) {
   command.add_option("--device", o.device, "cpu, cuda")->capture_default_str();
   command.add_option("--threads", o.threads, "CPU threads; 0: all that the process may use")
-      ->check(CLI::Range(0, 1024))
+      ->check(CLI::Range(0, limits::workers))
       ->capture_default_str();
   command.add_option("--tokens,-T", o.tokens, "tokens of a call; 0: chosen to take seconds")
       ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 31))

@@ -12,13 +12,18 @@
 
 #include "command_line.hpp"
 #include "executors/cpu/thread_pool.hpp"
+#include "executors/simulator/batch.hpp"
 #include "executors/simulator/simulate.hpp"
+#include "layer/expert_placement.hpp"
+#include "layer/layer_sizes.hpp"
 #include "options.hpp"
 #include "schedule_picture.hpp"
 
 namespace moelith::tools {
 namespace {
 
+using executors::simulator::Batch;
+using executors::simulator::make_batch;
 using executors::simulator::simulate;
 using executors::simulator::Simulation;
 using executors::simulator::tile_work;
@@ -28,9 +33,9 @@ using schedule::Pass;
 struct ScheduleOptions {
   LayerOptions layer;
   RunOptions run;
-  int workers = 0;
+  int workers = 0, ranks = 1;
   std::int32_t tile_columns = 256, row_block = 128, group_blocks = schedule::TileShape{}.group_blocks;
-  double gflops = 0, gigabytes = 0, overhead_us = -1;
+  double gflops = 0, gigabytes = 0, link_gigabytes = 0, overhead_us = -1, signal_us = -1;
   std::string picture;
 };
 
@@ -44,60 +49,41 @@ LayerConfig plain_config() {
 }
 
 // What one worker does, where the command line does not say. The CPU: a core with AVX2. The GPU: an SM of an H100 at a
-// rate that dense products reach (600 TFLOP/s of 132 SMs), and its share of the memory's 3.35 TB/s.
+// rate that dense products reach (600 TFLOP/s of 132 SMs), and its share of the memory's 3.35 TB/s; between ranks, the
+// 360 GB/s that eight SMs move over NVLink and the time of a signal there.
 struct WorkerSpeed {
-  double flops, bytes, overhead;  // a second; seconds for each tile
+  double flops, bytes, link_bytes;  // a second; bytes to or from other ranks by themselves
+  double overhead, signal;          // seconds for each tile; until another rank sees a counter
 };
 WorkerSpeed speed_of(const ScheduleOptions& o) {
   WorkerSpeed speed =
-      device_kind(o.run.device) == DeviceKind::cpu ? WorkerSpeed{60e9, 8e9, 2e-6} : WorkerSpeed{4.5e12, 25e9, 0.5e-6};
+      device_kind(o.run.device) == DeviceKind::cpu ? WorkerSpeed{60e9, 8e9, 8e9, 2e-6, 0.2e-6}
+                                                   : WorkerSpeed{4.5e12, 25e9, 45e9, 0.5e-6, 1.2e-6};
   if (o.gflops > 0) speed.flops = o.gflops * 1e9;
   if (o.gigabytes > 0) speed.bytes = o.gigabytes * 1e9;
+  if (o.link_gigabytes > 0) speed.link_bytes = o.link_gigabytes * 1e9;
+  if (o.signal_us >= 0) speed.signal = o.signal_us * 1e-6;
   if (o.overhead_us >= 0) speed.overhead = o.overhead_us * 1e-6;
   return speed;
 }
 
-// A pass of one rank with the memory that its layout lies in.
-struct OwnedPass {
-  std::vector<std::int64_t> header;
-  std::vector<std::int32_t> row_route;
-  Pass pass{};
-};
-
-std::unique_ptr<OwnedPass> make_pass(const LayerConfig& config, const ScheduleOptions& o, std::int64_t tokens,
-                                     const std::vector<std::int32_t>& ids, Direction direction) {
-  auto made = std::make_unique<OwnedPass>();
-  schedule::Sizes& s = made->pass.sizes;
+// The passes of all ranks; each has `tokens` tokens, whose ids stand one rank after another in `ids`.
+Batch make_passes(const LayerConfig& config, const ScheduleOptions& o, std::int64_t tokens,
+                  const std::vector<std::int32_t>& ids, Direction direction) {
+  schedule::Sizes s = layer::layer_sizes(config);
   s.direction = direction;
-  s.local_experts = config.num_experts;
-  s.shared_experts = static_cast<std::int32_t>(config.shared_experts.size());
-  s.top_k = config.top_k;
-  s.hidden_size = config.hidden_size;
-  s.intermediate_size = config.intermediate_size;
-  for (std::size_t i = 0; i < config.shared_experts.size(); ++i) {
-    s.shared_intermediate_size[i] = config.shared_experts[i].intermediate_size;
-  }
-  s.gate_up_factor = config.activation.gated() ? 2 : 1;
-  s.tokens = tokens;
   s.tile.row_block = o.row_block;
   s.tile.columns = s.tile.wgrad_rows = s.tile.wgrad_columns = o.tile_columns;
   s.tile.group_blocks = o.group_blocks;
-  s.max_chunks = schedule::ceil_div(tokens, s.chunk_tokens);
-  s.max_row_blocks = tokens * config.top_k / s.tile.row_block + config.num_experts;
   s.recompute = o.run.recompute;
   s.want_gate_up_bias_grad = config.gate_up_bias;
   s.want_down_bias_grad = config.down_bias;
-
-  const std::vector<std::int64_t> counts = count_routes(ids, config.num_experts);
-  made->header.assign(static_cast<std::size_t>(schedule::Layout::header_length(1, config.num_experts)), 0);
-  // One rank's schedule never looks at the rows' routes.
-  made->pass.layout = schedule::Layout::at(made->header.data(), made->row_route.data(), 1, config.num_experts);
-  *made->pass.layout.valid_tokens = tokens;
-  made->pass.layout.tokens_of_rank[0] = tokens;
-  const std::vector<std::int32_t> expert_rank(static_cast<std::size_t>(config.num_experts), 0);
-  schedule::fill_layout(s, made->pass.layout, config.num_experts, expert_rank.data(),
-                        [&](std::int32_t, std::int32_t e) { return counts[static_cast<std::size_t>(e)]; });
-  return made;
+  std::vector<std::vector<std::int32_t>> of_rank;
+  for (int r = 0; r < o.ranks; ++r) {
+    const auto begin = ids.begin() + r * tokens * config.top_k;
+    of_rank.emplace_back(begin, begin + tokens * config.top_k);
+  }
+  return make_batch(s, layer::contiguous_placement(config.num_experts, o.ranks), of_rank);
 }
 
 struct StageSum {
@@ -115,6 +101,7 @@ std::array<StageSum, schedule::stage_count> sums_of(const Simulation& simulation
   return sums;
 }
 
+// workers: of all ranks together.
 Json to_json(const Simulation& s, int workers) {
   Json stages = Json::object();
   const auto sums = sums_of(s);
@@ -127,7 +114,8 @@ Json to_json(const Simulation& s, int workers) {
   Json path = Json::array();
   for (const std::int64_t index : s.critical) {
     const auto& span = s.spans[static_cast<std::size_t>(index)];
-    path.push_back({{"stage", schedule::to_string(span.tile.stage)},
+    path.push_back({{"rank", span.rank},
+                    {"stage", schedule::to_string(span.tile.stage)},
                     {"expert", span.tile.expert},
                     {"row_block", span.tile.row_block},
                     {"column_block", span.tile.column_block},
@@ -157,8 +145,8 @@ void print(std::ostream& out, const char* name, const Simulation& s, int workers
   fmt::print(out, "  critical path:");
   for (const std::int64_t index : s.critical) {
     const auto& span = s.spans[static_cast<std::size_t>(index)];
-    fmt::print(out, " {} (expert {}, {:.3f} ms)", schedule::to_string(span.tile.stage), span.tile.expert,
-               (span.end - span.start) * 1e3);
+    fmt::print(out, " {} (rank {}, expert {}, {:.3f} ms)", schedule::to_string(span.tile.stage), span.rank,
+               span.tile.expert, (span.end - span.start) * 1e3);
   }
   fmt::print(out, "\n");
 }
@@ -177,29 +165,32 @@ int run_schedule(const Streams& streams, const ScheduleOptions& o) {
   const auto element = static_cast<std::int64_t>(size_of(config.dtype));
   const auto cost = [&](const Pass& pass, const schedule::Tile& tile) {
     const auto work = tile_work(pass, tile, element);
-    return speed.overhead + work.flops / speed.flops + work.bytes / speed.bytes;
+    return speed.overhead + work.flops / speed.flops + work.bytes / speed.bytes + work.link_bytes / speed.link_bytes;
   };
 
-  const std::vector<std::int32_t> ids = make_routes(config, o.run.routes(), tokens);
+  const std::vector<std::int32_t> ids = make_routes(config, o.run.routes(), tokens * o.ranks);
   const auto simulated = [&](Direction direction) {
-    const auto owned = make_pass(config, o, tokens, ids, direction);
+    const Batch batch = make_passes(config, o, tokens, ids, direction);
     constexpr std::int64_t most_tiles = 20'000'000;
-    if (const std::int64_t tiles = schedule::tile_count(owned->pass); tiles > most_tiles) {
+    std::int64_t tiles = 0;
+    for (const Pass& pass : batch.passes) tiles += schedule::tile_count(pass);
+    if (tiles > most_tiles) {
       throw Error(Status::invalid_argument,
                   fmt::format("the pass has {} tiles; accepted: at most {} (fewer --tokens)", tiles, most_tiles));
     }
-    return simulate({owned->pass}, workers, cost);
+    return simulate(batch.passes, workers, cost, speed.signal);
   };
   const Simulation forward = simulated(Direction::forward), backward = simulated(Direction::backward);
 
-  const std::string heading = fmt::format("{}, T {}, routing {}", summary(config), tokens, o.run.routing);
+  const std::string of_each = o.ranks > 1 ? fmt::format(" of each of {} ranks", o.ranks) : "";
+  const std::string heading = fmt::format("{}, T {}{}, routing {}", summary(config), tokens, of_each, o.run.routing);
   if (!o.picture.empty()) {
     const auto title = [&](const char* name, const Simulation& s) {
-      return fmt::format("{}: {} tiles, {:.3g} ms on {} workers, critical path {:.3g} ms", name, s.spans.size(),
-                         s.makespan * 1e3, workers, s.critical_path * 1e3);
+      return fmt::format("{}: {} tiles, {:.3g} ms on {} workers{}, critical path {:.3g} ms", name, s.spans.size(),
+                         s.makespan * 1e3, workers, of_each, s.critical_path * 1e3);
     };
-    const std::vector<Panel> panels{{title("forward", forward), forward, 1, workers},
-                                    {title("backward", backward), backward, 1, workers}};
+    const std::vector<Panel> panels{{title("forward", forward), forward, o.ranks, workers},
+                                    {title("backward", backward), backward, o.ranks, workers}};
     const bool html = o.picture.ends_with(".html");
     if (!html && !o.picture.ends_with(".svg")) {
       throw Error(Status::invalid_argument,
@@ -212,6 +203,7 @@ int run_schedule(const Streams& streams, const ScheduleOptions& o) {
   }
   if (o.run.json) {
     streams.out << Json{{"device", o.run.device},
+                        {"ranks", o.ranks},
                         {"workers", workers},
                         {"tokens", tokens},
                         {"routing", o.run.routing},
@@ -219,11 +211,13 @@ int run_schedule(const Streams& streams, const ScheduleOptions& o) {
                         {"worker",
                          {{"gflops", speed.flops * 1e-9},
                           {"gigabytes_per_s", speed.bytes * 1e-9},
-                          {"overhead_us", speed.overhead * 1e6}}},
+                          {"link_gigabytes_per_s", speed.link_bytes * 1e-9},
+                          {"overhead_us", speed.overhead * 1e6},
+                          {"signal_us", speed.signal * 1e6}}},
                         {"tile",
                          {{"rows", o.row_block}, {"columns", o.tile_columns}, {"group_blocks", o.group_blocks}}},
-                        {"forward", to_json(forward, workers)},
-                        {"backward", to_json(backward, workers)},
+                        {"forward", to_json(forward, workers * o.ranks)},
+                        {"backward", to_json(backward, workers * o.ranks)},
                         {"config", tools::to_json(config)}}
                        .dump(2)
                 << "\n";
@@ -232,8 +226,8 @@ int run_schedule(const Streams& streams, const ScheduleOptions& o) {
   fmt::print(streams.out,
              "{}\na worker: {:.0f} GFLOP/s, {:.0f} GB/s, {:.1f} us for each tile (simulated, not measured)\n", heading,
              speed.flops * 1e-9, speed.bytes * 1e-9, speed.overhead * 1e6);
-  print(streams.out, "forward", forward, workers);
-  print(streams.out, "backward", backward, workers);
+  print(streams.out, "forward", forward, workers * o.ranks);
+  print(streams.out, "backward", backward, workers * o.ranks);
   if (!o.picture.empty()) fmt::print(streams.out, "\npicture: {}\n", o.picture);
   return success;
 }
@@ -247,7 +241,10 @@ void add_schedule(CLI::App& program, Streams streams, Run& run) {
   add_layer_options(*command, options->layer);
   add_run_options(*command, options->run);
   command->add_option("--picture", options->picture, "a file to draw the run into: NAME.svg or NAME.html");
-  command->add_option("--workers", options->workers, "0: --threads for the CPU, 132 for the GPU")
+  command->add_option("--ranks", options->ranks, "of the expert-parallel group; each has --tokens tokens")
+      ->check(CLI::Range(1, limits::ranks))
+      ->capture_default_str();
+  command->add_option("--workers", options->workers, "of each rank; 0: --threads for the CPU, 132 for the GPU")
       ->check(CLI::Range(0, 4096));
   command->add_option("--tile-columns", options->tile_columns, "columns of a tile")
       ->check(CLI::Range(64, 1024))
@@ -263,6 +260,12 @@ void add_schedule(CLI::App& program, Streams streams, Run& run) {
   command
       ->add_option("--gigabytes", options->gigabytes, "a second, moved by one worker; 0: 8 for the CPU, 25 for the GPU")
       ->check(CLI::NonNegativeNumber);
+  command
+      ->add_option("--link-gigabytes", options->link_gigabytes,
+                   "a second, moved by one worker between ranks; 0: 8 for the CPU, 45 for the GPU")
+      ->check(CLI::NonNegativeNumber);
+  command->add_option("--signal-us", options->signal_us,
+                      "until another rank sees a counter; -1: 0.2 for the CPU, 1.2 for the GPU");
   command->add_option("--overhead-us", options->overhead_us,
                       "time that each tile costs by itself; -1: 2 for the CPU, 0.5 for the GPU");
   command->callback([=, &run] { run = [=] { return run_schedule(streams, *options); }; });
