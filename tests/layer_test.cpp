@@ -78,7 +78,8 @@ TEST(Backward, GateGradientsKeepTheirPrecisionForLargeLogits) {
       p.inputs.shared_gate_logits[n] = n % 2 == n / 2 % 2 ? size : -size;
     }
     const std::vector<double> actual = run(p, {}).at("d_shared_gate_logits");
-    const std::vector<double> expected = reference::backward(config, p.weights, p.inputs, p.upstream, 1).shared_gate_logits;
+    const auto right = reference::backward(config, p.weights, p.inputs, p.upstream, 1);
+    const std::vector<double>& expected = right.shared_gate_logits;
     ASSERT_EQ(actual.size(), expected.size());
     for (std::size_t n = 0; n < actual.size(); ++n) {
       EXPECT_NEAR(actual[n] / expected[n], 1.0, dtype == DataType::float32 ? 1e-3 : 1e-12)

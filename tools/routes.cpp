@@ -160,12 +160,4 @@ std::vector<std::int32_t> make_routes(const LayerConfig& config, const RouteSpec
   return ids;
 }
 
-std::vector<std::int64_t> count_routes(const std::vector<std::int32_t>& ids, std::int32_t num_experts) {
-  std::vector<std::int64_t> counts(static_cast<std::size_t>(num_experts));
-  for (const std::int32_t id : ids) {
-    if (id >= 0) ++counts[static_cast<std::size_t>(id)];
-  }
-  return counts;
-}
-
 }  // namespace moelith::tools

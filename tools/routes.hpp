@@ -33,7 +33,4 @@ struct RouteSpec {
 // Throws Error(invalid_argument): naming file and line for what cannot be used.
 std::vector<std::int32_t> make_routes(const LayerConfig& config, const RouteSpec& spec, std::int64_t tokens);
 
-// Routes of each expert, [E].
-std::vector<std::int64_t> count_routes(const std::vector<std::int32_t>& ids, std::int32_t num_experts);
-
 }  // namespace moelith::tools

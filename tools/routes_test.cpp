@@ -24,6 +24,15 @@ RouteSpec spec_of(RouteKind kind) {
   return spec;
 }
 
+// Routes of each expert, [E].
+std::vector<std::int64_t> count_routes(const std::vector<std::int32_t>& ids, std::int32_t num_experts) {
+  std::vector<std::int64_t> counts(static_cast<std::size_t>(num_experts));
+  for (const std::int32_t id : ids) {
+    if (id >= 0) ++counts[static_cast<std::size_t>(id)];
+  }
+  return counts;
+}
+
 TEST(Routes, RowsHoldDistinctExpertsInRange) {
   for (const RouteKind kind : {RouteKind::balanced, RouteKind::uniform, RouteKind::zipf, RouteKind::one_expert}) {
     for (const auto& [experts, top_k] : {std::pair{1, 1}, {5, 3}, {16, 16}, {64, 8}}) {

@@ -86,7 +86,7 @@ struct LayerConfig {
   bool gate_up_bias = false;           // [E, 2I], of the routed and the shared experts alike
   bool down_bias = false;              // [E, H], likewise
   WeightPlacement weight_placement = WeightPlacement::after_down;
-  std::vector<SharedExpertConfig> shared_experts;  // at most limits::shared_experts = 8, same activation and biases as the routed experts
+  std::vector<SharedExpertConfig> shared_experts;  // at most limits::shared_experts = 8, else as the routed experts
   RouterConfig router;
 
   // Rows of gate_up_proj of an expert of width i: 2 i, or i without a gate.

@@ -146,7 +146,7 @@ class Plan {
 
   // saved: a buffer of buffer_sizes(T).saved bytes that a later backward gets, or null for a forward without
   // gradients. stream: a cudaStream_t for a GPU plan, otherwise null. Collective over the group.
-  // Throws Error; on invalid_argument this rank has written nothing. Shapes, dtypes, strides and alignment are checked on
+  // Throws Error; on invalid_argument this rank has written nothing. Shapes, dtypes, strides, alignment are checked on
   // every device. Values (topk_ids, num_valid_tokens) are on the CPU; a GPU's are not looked at by the host: an id that
   // is no expert's is an empty slot there, and num_valid_tokens is clamped to 0 .. T.
   void forward(const Inputs& inputs, const Outputs& outputs, void* saved, void* workspace, void* stream = nullptr) const;

@@ -543,7 +543,8 @@ class CpuLayer final : public DeviceLayer {
       // An absent token's logits may be anything, NaN too.
       const bool there = n / std::int64_t(shared_count_) < *data.pass.layout.valid_tokens;
       const bool gated = config_.shared_experts[n % shared_count_].gated;
-      const T value = there && gated ? d_gates[n] * numerics::sigmoid_slope(element<T>(inputs.shared_gate_logits, n)) : T(0);
+      const T logit = element<T>(inputs.shared_gate_logits, n);
+      const T value = there && gated ? d_gates[n] * numerics::sigmoid_slope(logit) : T(0);
       if (out.dtype == DataType::bfloat16) {
         static_cast<numerics::bfloat16*>(out.data)[n] = numerics::to_bfloat16(float(value));
       } else {

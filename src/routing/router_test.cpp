@@ -569,7 +569,8 @@ TEST(Router, TiesGoToTheLowestIdAndGroup) {
 // where rounding makes scores equal that were not (logits of order 30).
 template <class Storage>
 void expect_no_limit(std::mt19937& random, bool bias) {
-  const RouterKind kind = std::vector{RouterKind::softmax_topk, RouterKind::topk_softmax, RouterKind::sigmoid}[random() % 3];
+  const std::vector<RouterKind> kinds{RouterKind::softmax_topk, RouterKind::topk_softmax, RouterKind::sigmoid};
+  const RouterKind kind = kinds[random() % kinds.size()];
   const auto groups = static_cast<std::int32_t>(2 + random() % 7), size = static_cast<std::int32_t>(1 + random() % 9);
   RouterSpec spec = spec_of(kind, groups * size, 1 + static_cast<std::int32_t>(random() % std::min(groups * size, 12)));
   spec.config.renormalize = random() % 2;

@@ -49,8 +49,8 @@ class Transport {
   }
 
   // May be set while others wait: by any thread, for the waits that begin afterwards.
-  std::chrono::milliseconds timeout() const { return std::chrono::milliseconds(timeout_.load(std::memory_order_relaxed)); }
-  void set_timeout(std::chrono::milliseconds limit) { timeout_.store(limit.count(), std::memory_order_relaxed); }
+  std::chrono::milliseconds timeout() const { return std::chrono::milliseconds(timeout_.load()); }
+  void set_timeout(std::chrono::milliseconds limit) { timeout_.store(limit.count()); }
 
   // This rank gives up: every wait of the others ends, and the group refuses further use, since nobody knows what was
   // written. The first reason stays, with the number of the rank that gave it.

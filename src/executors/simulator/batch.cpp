@@ -10,7 +10,8 @@ Batch make_batch(const schedule::Sizes& like, const std::vector<std::int32_t>& e
   const auto tokens_of = [&](std::int32_t r) { return static_cast<std::int64_t>(ids[r].size()) / like.top_k; };
   std::int64_t most = 0, all = 0;
   // Each rank's routes to each expert, in token order: [E][R].
-  std::vector<std::vector<std::vector<std::int32_t>>> rows(expert_rank.size(), std::vector<std::vector<std::int32_t>>(ids.size()));
+  const std::vector<std::vector<std::int32_t>> none(ids.size());
+  std::vector<std::vector<std::vector<std::int32_t>>> rows(expert_rank.size(), none);
   for (std::int32_t r = 0; r < ranks; ++r) {
     most = std::max(most, tokens_of(r));
     all += static_cast<std::int64_t>(ids[r].size());
@@ -32,7 +33,8 @@ Batch make_batch(const schedule::Sizes& like, const std::vector<std::int32_t>& e
     s.max_row_blocks = all / s.tile.row_block + s.local_experts;
     for (std::int32_t e = 0; e < experts; ++e) {
       if (expert_rank[e] != r) continue;
-      for (const auto& of_source : rows[e]) batch.routes[r].insert(batch.routes[r].end(), of_source.begin(), of_source.end());
+      auto& routes = batch.routes[r];
+      for (const auto& of_source : rows[e]) routes.insert(routes.end(), of_source.begin(), of_source.end());
     }
     batch.headers[r].resize(static_cast<std::size_t>(schedule::Layout::header_length(ranks, s.local_experts)));
     pass.layout = schedule::Layout::at(batch.headers[r].data(), batch.routes[r].data(), ranks, s.local_experts);

@@ -41,8 +41,8 @@ struct Simulation {
   std::vector<std::int64_t> critical;  // its tiles, first to last: indices into spans
 };
 
-// passes: one for each rank, in rank order; each with its whole layout (batch.hpp makes them of routes). workers: of each rank. cost: seconds of a tile,
-// >= 0. signal_latency: seconds until another rank sees a counter that was raised.
+// passes: one for each rank, in rank order; each with its whole layout (batch.hpp makes them of routes). workers: of each
+// rank. cost: seconds of a tile, >= 0. signal_latency: seconds until another rank sees a counter that was raised.
 // Throws Error(invalid_argument) for fewer than 1 worker, and Error(internal) if the schedule would wait for ever,
 // naming the tile.
 Simulation simulate(const std::vector<schedule::Pass>& passes, int workers,
