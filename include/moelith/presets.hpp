@@ -18,6 +18,7 @@ struct ModelPreset {
   int num_layers = 0;      // of the whole model,
   int num_moe_layers = 0;  // of which this many have experts
   std::string source;      // where the numbers come from
+  double aux_loss_coefficient = 0.0;  // of a config.json: router_aux_loss_coef as transformers counts; 0: it has none
 };
 
 // In a fixed order; every config is valid.
@@ -28,6 +29,7 @@ const ModelPreset& preset(const std::string& name);
 
 // The layer that a Hugging Face config.json describes. name is the model_type, model the first architecture's name.
 // A value that the file leaves out is transformers' default for that model_type, except for sizes, which must be there.
+// So is null, but for norm_topk_prob (false), n_shared_experts (none), n_group and topk_group (1: no limit).
 // Throws Error(invalid_argument): no JSON; a model_type that is not known (the text lists those that are); a missing or
 // wrong field, which is named; Error(unsupported): a layer that this library cannot compute, and why.
 ModelPreset model_from_hugging_face(const std::string& json_text);

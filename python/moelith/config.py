@@ -184,3 +184,19 @@ def native_config(key: str, dtype: str):
     fields["router"] = assign(_moelith.RouterConfig(), fields["router"])
     fields["shared_experts"] = [assign(_moelith.SharedExpertConfig(), shared) for shared in fields["shared_experts"]]
     return assign(_moelith.LayerConfig(), fields | {"dtype": dtype})
+
+
+def python_config(native) -> LayerConfig:
+    """The LayerConfig of a C++ one; without its dtype, which is that of the tensors here."""
+    return LayerConfig(
+        **_members(native, LayerConfig)
+        | {
+            "activation": Activation(**_members(native.activation, Activation)),
+            "shared_experts": tuple(SharedExpert(**_members(shared, SharedExpert)) for shared in native.shared_experts),
+            "router": Router(**_members(native.router, Router)),
+        }
+    )
+
+
+def _members(native, kind):
+    return {field.name: getattr(native, field.name) for field in dataclasses.fields(kind)}

@@ -15,7 +15,7 @@ those of transformers 5, or the older ones of checkpoint files with one tensor f
     gate_up_proj [E, 2I, H]         experts.gate_up_proj, the same; GPT-OSS [E, H, 2I], gate and up columns in turn
     down_proj [E, H, I]             experts.down_proj, the same; GPT-OSS [E, I, H]
     gate_up_bias, down_bias         GPT-OSS experts.gate_up_proj_bias (gate and up in turn), experts.down_proj_bias
-    shared_experts.0.gate_up_proj   shared_experts.gate_proj.weight above shared_experts.up_proj.weight (Qwen2-MoE:
+    shared_experts.0.gate_up_proj   shared_experts.gate_proj.weight above shared_experts.up_proj.weight (Qwen:
     shared_experts.0.down_proj      shared_expert....); shared_experts.down_proj.weight
     shared_gate.weight [1, H]       shared_expert_gate.weight
     selection_bias [E]              gate.e_score_correction_bias
@@ -23,24 +23,21 @@ those of transformers 5, or the older ones of checkpoint files with one tensor f
 Every entry is a rearrangement, so the same two functions convert gradients and optimizer moments as well.
 """
 
+import dataclasses
+import json
 import re
 from typing import Any, Mapping, Optional
 
 import torch
 from torch import Tensor
 
-from moelith.config import Activation, LayerConfig, PlanOptions, Router, SharedExpert
+from moelith import _moelith
+from moelith.config import LayerConfig, PlanOptions, python_config
 
-MODEL_TYPES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "kimi_k2", "glm4_moe", "gpt_oss")
-_DEEPSEEK = ("deepseek_v3", "kimi_k2", "glm4_moe")
-_ACTIVATIONS = {
-    "silu": "swiglu",
-    "swish": "swiglu",
-    "gelu": "geglu_erf",
-    "gelu_new": "geglu_tanh",
-    "gelu_pytorch_tanh": "geglu_tanh",
-}
-_SHARED_NAME = dict.fromkeys(_DEEPSEEK, "shared_experts") | {"qwen2_moe": "shared_expert"}
+MODEL_TYPES = tuple(_moelith.hugging_face_model_types())
+_DEEPSEEK = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe")  # router in float32, shared experts without a gate
+_GATED = ("qwen2_moe", "qwen3_next")  # one shared expert with a sigmoid gate
+_SHARED_NAME = dict.fromkeys(_DEEPSEEK, "shared_experts") | dict.fromkeys(_GATED, "shared_expert")
 _OLDER_EXPERT_NAME = re.compile(r"experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 _OLDER_PROJECTION = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
@@ -48,66 +45,32 @@ _OLDER_PROJECTION = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 def layer_config(config: Any, *, aux_loss: bool = False) -> LayerConfig:
     """The LayerConfig of the MoE blocks of a model; config: a PretrainedConfig, or config.json as a dict.
 
+    The fields, and transformers' defaults of those left out, are read by the C++ library (include/moelith/presets.hpp).
+    Raises ValueError that names the field, NotImplementedError for what the layer cannot compute.
+
     aux_loss: with the load balancing loss by router_aux_loss_coef. transformers counts routes per token, not per route,
     hence top_k times the coefficient here; and it takes one loss over the tokens of all layers together, which the sum
     of this layer's losses equals where the model has one MoE layer.
     """
-    get = config.get if isinstance(config, Mapping) else lambda name, default=None: getattr(config, name, default)
-    model_type = _checked(get("model_type"))
+    return _layer_config(_model(config), aux_loss)
 
-    def first(*names):
-        for name in names:
-            if get(name) is not None:
-                return get(name)
-        raise ValueError(f"config of model_type '{model_type}': none of {', '.join(names)} is given")
 
-    top_k = first("num_experts_per_tok")
-    coefficient = float(get("router_aux_loss_coef") or 0.0) if aux_loss else 0.0
-    losses = {"aux_loss": "batch", "aux_loss_coefficient": coefficient * top_k} if coefficient else {}
-    own_width = ("intermediate_size",) if model_type in ("mixtral", "olmoe", "gpt_oss") else ()
-    intermediate_size = first("moe_intermediate_size", *own_width)
-    shared = ()
-    bias = False
+def _model(config):
+    """What the C++ library reads in a config: model_type, layer, and the coefficient of transformers' auxiliary loss."""
+    if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
+        raise TypeError(
+            f"config: {config!r}, a {type(config).__name__}; accepted: a configuration of transformers, or a dict"
+        )
+    fields = dict(config) if isinstance(config, Mapping) else config.to_dict()
+    return _moelith.model_from_hugging_face(json.dumps(fields, default=str))
 
-    if model_type == "gpt_oss":
-        activation = Activation("swiglu_clamped", limit=float(get("swiglu_limit") or 7.0))
-        router = Router("topk_softmax", **losses)
-        bias = True
-    else:
-        name = get("hidden_act") or "silu"
-        if name not in _ACTIVATIONS:
-            raise ValueError(f"hidden_act: '{name}'; accepted: {', '.join(_ACTIVATIONS)}")
-        activation = Activation(_ACTIVATIONS[name])
-        if model_type in _DEEPSEEK:
-            if (get("scoring_func") or "sigmoid") != "sigmoid":
-                raise ValueError(f"scoring_func: {get('scoring_func')!r}; accepted for {model_type}: sigmoid")
-            router = Router(
-                "sigmoid",
-                renormalize=bool(get("norm_topk_prob", True)),
-                scaling_factor=float(1.0 if get("routed_scaling_factor") is None else get("routed_scaling_factor")),
-                selection_bias=True,
-                num_groups=get("n_group") or 1,
-                top_groups=get("topk_group") or 1,
-                **losses,
-            )
-            if get("n_shared_experts"):
-                shared = (SharedExpert(intermediate_size * get("n_shared_experts")),)
-        else:
-            renormalize = model_type == "mixtral" or bool(get("norm_topk_prob", False))
-            router = Router("softmax_topk", renormalize=renormalize, **losses)
-            if model_type == "qwen2_moe":
-                shared = (SharedExpert(first("shared_expert_intermediate_size"), gated=True),)
-    return LayerConfig(
-        hidden_size=first("hidden_size"),
-        intermediate_size=intermediate_size,
-        num_experts=first("num_local_experts", "num_experts", "n_routed_experts"),
-        top_k=top_k,
-        activation=activation,
-        gate_up_bias=bias,
-        down_bias=bias,
-        shared_experts=shared,
-        router=router,
-    )
+
+def _layer_config(model, aux_loss):
+    config = python_config(model.config)
+    if not aux_loss or not model.aux_loss_coefficient:
+        return config
+    losses = {"aux_loss": "batch", "aux_loss_coefficient": model.aux_loss_coefficient * config.top_k}
+    return dataclasses.replace(config, router=dataclasses.replace(config.router, **losses))
 
 
 def to_moelith(state: Mapping[str, Tensor], model_type: str) -> dict[str, Tensor]:
@@ -129,11 +92,11 @@ def to_moelith(state: Mapping[str, Tensor], model_type: str) -> dict[str, Tensor
         if model_type in _DEEPSEEK:
             result["selection_bias"] = source.take("gate.e_score_correction_bias", optional=True)
         shared = _SHARED_NAME.get(model_type)
-        gate = source.take(f"{shared}.gate_proj.weight", optional=model_type != "qwen2_moe")
+        gate = source.take(f"{shared}.gate_proj.weight", optional=model_type not in _GATED)
         if gate is not None:
             result["shared_experts.0.gate_up_proj"] = torch.cat((gate, source.take(f"{shared}.up_proj.weight")))
             result["shared_experts.0.down_proj"] = source.take(f"{shared}.down_proj.weight")
-        if model_type == "qwen2_moe":
+        if model_type in _GATED:
             result["shared_gate.weight"] = source.take("shared_expert_gate.weight")
     source.check_all_taken()
     return {name: tensor for name, tensor in result.items() if tensor is not None}
@@ -158,13 +121,13 @@ def from_moelith(state: Mapping[str, Tensor], model_type: str) -> dict[str, Tens
         if model_type in _DEEPSEEK:
             result["gate.e_score_correction_bias"] = source.take("selection_bias", optional=True)
         shared = _SHARED_NAME.get(model_type)  # None: what the layer has of them is left over, and noticed
-        gate_up = shared and source.take("shared_experts.0.gate_up_proj", optional=model_type != "qwen2_moe")
+        gate_up = shared and source.take("shared_experts.0.gate_up_proj", optional=model_type not in _GATED)
         if gate_up is not None:
             gate, up = gate_up.chunk(2)
             result[f"{shared}.gate_proj.weight"] = gate.contiguous()
             result[f"{shared}.up_proj.weight"] = up.contiguous()
             result[f"{shared}.down_proj.weight"] = source.take("shared_experts.0.down_proj")
-        if model_type == "qwen2_moe":
+        if model_type in _GATED:
             result["shared_expert_gate.weight"] = source.take("shared_gate.weight")
     source.check_all_taken()
     return {name: tensor for name, tensor in result.items() if tensor is not None}
@@ -184,13 +147,13 @@ def from_transformers(
     """
     from moelith.module import MoE
 
-    get = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
-    model_type = get("model_type")
+    model = _model(config)
+    model_type = model.name
     weight = next(block.parameters(), None)
     if weight is None:
         raise ValueError(f"block: {type(block).__name__}, without parameters; accepted: an MoE block")
     layer = MoE(
-        layer_config(config, aux_loss=aux_loss),
+        _layer_config(model, aux_loss),
         router_bias=model_type == "gpt_oss",
         router_dtype=torch.float32 if model_type in _DEEPSEEK and weight.dtype != torch.float64 else None,
         options=options,

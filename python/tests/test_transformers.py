@@ -30,6 +30,14 @@ MODELS = {
         dict(moe_intermediate_size=40, num_experts=16, num_experts_per_tok=4, norm_topk_prob=True),
     ),
     "olmoe": ("OlmoeSparseMoeBlock", dict(intermediate_size=48, num_experts=16, num_experts_per_tok=8)),
+    "qwen3_next": (
+        "Qwen3NextSparseMoeBlock",
+        dict(moe_intermediate_size=40, shared_expert_intermediate_size=72, num_experts=12, num_experts_per_tok=4),
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Moe",
+        DEEPSEEK | dict(topk_method="group_limited_greedy", routed_scaling_factor=16.0),
+    ),
     "deepseek_v3": ("DeepseekV3MoE", DEEPSEEK | dict(routed_scaling_factor=2.5)),
     "glm4_moe": ("Glm4MoeMoE", DEEPSEEK | dict(n_group=1, topk_group=1, routed_scaling_factor=1.5)),
     "gpt_oss": ("GptOssMLP", dict(intermediate_size=48, num_local_experts=8, num_experts_per_tok=4, head_dim=16)),
@@ -120,7 +128,7 @@ def test_there_and_back_is_exact(model_type):
     block.load_state_dict(back)
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "gpt_oss"])
 def test_same_auxiliary_loss(model_type):
     block, config = make_block(model_type)
     config.router_aux_loss_coef = 0.02
@@ -172,37 +180,21 @@ def test_gpt_oss_layout():
     assert converted["down_proj"].shape == (1, 3, 2)
 
 
-def test_configs_as_json():
-    config = {
-        "model_type": "deepseek_v3",
-        "hidden_size": 7168,
-        "moe_intermediate_size": 2048,
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 8,
-        "n_group": 8,
-        "topk_group": 4,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "hidden_act": "silu",
-    }
-    assert convert.layer_config(config) == moelith.LayerConfig(
-        7168,
-        2048,
-        256,
-        8,
-        shared_experts=(moelith.SharedExpert(2048),),
-        router=moelith.Router(
-            "sigmoid", renormalize=True, scaling_factor=2.5, selection_bias=True, num_groups=8, top_groups=4
-        ),
-    )
+def test_configs_that_are_refused():
+    config = {"model_type": "olmoe", "hidden_size": 64, "intermediate_size": 32, "num_experts": 8}
+    config |= {"num_experts_per_tok": 2}
+    assert convert.layer_config(config) == moelith.LayerConfig(64, 32, 8, 2)
+    assert convert.layer_config({"model_type": "of_pictures_too", "text_config": config}).num_experts == 8
     for change, pattern in (
-        ({"model_type": "llama"}, "model_type: 'llama'; accepted: mixtral"),
-        ({"hidden_act": "relu"}, "hidden_act: 'relu'; accepted: silu"),
-        ({"n_routed_experts": None}, "none of num_local_experts, num_experts, n_routed_experts"),
+        ({"model_type": "llama"}, '"model_type" is "llama"; accepted: mixtral'),
+        ({"hidden_act": "relu"}, '"hidden_act" is "relu"; accepted: silu'),
+        ({"num_experts": None}, '"num_local_experts" is missing'),
+        ({"intermediate_size": 30}, "intermediate_size is 30; accepted: a multiple of 8"),
     ):
         with pytest.raises(ValueError, match=pattern):
             convert.layer_config(config | change)
+    with pytest.raises(TypeError, match="config: .*; accepted: a configuration of transformers, or a dict"):
+        convert.layer_config("config.json")
 
 
 def test_entries_that_do_not_fit():
@@ -234,10 +226,7 @@ def test_states_and_configs_that_would_be_misread():
     layer = {"router.weight": 0, "gate_up_proj": 0, "down_proj": 0, "shared_experts.0.gate_up_proj": 0}
     with pytest.raises(ValueError, match="not known: shared_experts.0.gate_up_proj"):
         convert.from_moelith(layer, "mixtral")
-    config = {"model_type": "deepseek_v3", "hidden_size": 16, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
-    config |= {"n_routed_experts": 8, "routed_scaling_factor": None}
-    assert convert.layer_config(config).router.scaling_factor == 1.0
-    with pytest.raises(ValueError, match="scoring_func: 'softmax'; accepted.*sigmoid"):
-        convert.layer_config(config | {"scoring_func": "softmax"})
+    config = {"model_type": "mixtral", "hidden_size": 16, "intermediate_size": 24, "num_experts_per_tok": 2}
+    config |= {"num_local_experts": 8}
     with pytest.raises(ValueError, match="block: Identity, without parameters"):
         convert.from_transformers(torch.nn.Identity(), config)

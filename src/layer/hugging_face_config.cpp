@@ -1,5 +1,6 @@
 // Hugging Face's config.json -> LayerConfig. The meaning of the fields, and the defaults of those left out, follow the
-// configuration classes of the transformers package (models/*/configuration_*.py) of each model_type.
+// configuration classes and the blocks of the transformers package (models/*/configuration_*.py, modeling_*.py) of each
+// model_type; python/tests/test_hugging_face_config.py compares with them.
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
@@ -18,12 +19,13 @@ using Json = nlohmann::json;
 [[noreturn]] void refuse(const std::string& text) { throw Error(Status::invalid_argument, "config.json: " + text); }
 [[noreturn]] void cannot(const std::string& text) { throw Error(Status::unsupported, "config.json: " + text); }
 
-// The fields of one config.json; null counts as left out, as transformers has it.
+// The fields of one config.json; null counts as left out, but where null_in is asked.
 class Fields {
  public:
   explicit Fields(const Json& json) : json_(json) {}
 
   bool has(const char* name) const { return json_.contains(name) && !json_.at(name).is_null(); }
+  bool null_in(const char* name) const { return json_.contains(name) && json_.at(name).is_null(); }
 
   std::int64_t integer(const char* name) const {
     if (!has(name)) refuse(std::string("\"") + name + "\" is missing; accepted: a whole number");
@@ -123,45 +125,71 @@ int layers_by_step(const Fields& fields, int layers) {
   return count;
 }
 
-void read_softmax(const Fields& fields, bool renormalize_by_default, LayerConfig& config) {
-  config.router.kind = RouterKind::softmax_topk;
-  config.router.renormalize = fields.flag_or("norm_topk_prob", renormalize_by_default);
+// null is false there.
+bool renormalize_of(const Fields& fields, bool by_default) {
+  return !fields.null_in("norm_topk_prob") && fields.flag_or("norm_topk_prob", by_default);
+}
+
+void read_softmax(const Fields& fields, bool renormalize_by_default, ModelPreset& made) {
+  made.config.router.kind = RouterKind::softmax_topk;
+  made.config.router.renormalize = renormalize_of(fields, renormalize_by_default);
+}
+
+// Only the families whose code has the loss read it.
+void read_aux_loss(const Fields& fields, double by_default, ModelPreset& made) {
+  made.aux_loss_coefficient = fields.number_or("router_aux_loss_coef", by_default);
 }
 
 void read_mixtral(const Fields& fields, ModelPreset& made) {
   read_sizes(fields, "intermediate_size", "num_local_experts", "num_experts", made.config);
+  read_aux_loss(fields, 0.001, made);
   made.config.router.kind = RouterKind::softmax_topk;
   made.config.router.renormalize = true;  // always, there is no field for it
 }
 
 void read_olmoe(const Fields& fields, ModelPreset& made) {
   read_sizes(fields, "intermediate_size", "num_experts", "num_local_experts", made.config);
-  read_softmax(fields, false, made.config);
+  read_softmax(fields, false, made);
+  read_aux_loss(fields, 0.01, made);
 }
 
-void read_qwen3(const Fields& fields, ModelPreset& made) {
+void read_qwen(const Fields& fields, bool renormalize_by_default, ModelPreset& made) {
   read_sizes(fields, "moe_intermediate_size", "num_experts", "num_local_experts", made.config);
-  read_softmax(fields, false, made.config);
+  read_softmax(fields, renormalize_by_default, made);
+  read_aux_loss(fields, 0.001, made);
   made.num_moe_layers = layers_by_step(fields, made.num_layers);
 }
 
 // Qwen2-MoE and Qwen3-Next: one shared expert of its own width, with a sigmoid gate.
-void read_qwen2(const Fields& fields, ModelPreset& made) {
-  read_qwen3(fields, made);
+void read_gated_shared_expert(const Fields& fields, ModelPreset& made) {
   made.config.shared_experts = {{fields.integer("shared_expert_intermediate_size"), true}};
+}
+
+void read_qwen3(const Fields& fields, ModelPreset& made) { read_qwen(fields, false, made); }
+
+void read_qwen2(const Fields& fields, ModelPreset& made) {
+  read_qwen(fields, false, made);
+  read_gated_shared_expert(fields, made);
+}
+
+void read_qwen3_next(const Fields& fields, ModelPreset& made) {
+  read_qwen(fields, true, made);
+  read_gated_shared_expert(fields, made);
 }
 
 void read_gpt_oss(const Fields& fields, ModelPreset& made) {
   read_sizes(fields, "intermediate_size", "num_local_experts", "num_experts", made.config);
+  read_aux_loss(fields, 0.001, made);
   // The file has the limit only; alpha and the offset are constants of the published code.
   made.config.activation = {ActivationKind::swiglu_clamped, fields.number_or("swiglu_limit", 7.0), 1.702, 1.0};
   made.config.gate_up_bias = made.config.down_bias = true;
   made.config.router.kind = RouterKind::topk_softmax;
 }
 
-// The shared experts are one MLP of n_shared_experts times the routed width.
+// The shared experts are one MLP of n_shared_experts times the routed width; null: there are none.
 void read_shared_of_deepseek(const Fields& fields, std::int64_t shared_by_default, LayerConfig& config) {
-  const std::int64_t shared = fields.integer_or("n_shared_experts", shared_by_default);
+  const std::int64_t shared =
+      fields.null_in("n_shared_experts") ? 0 : fields.integer_or("n_shared_experts", shared_by_default);
   if (shared < 0 || shared > 1024) {
     refuse("\"n_shared_experts\" is " + std::to_string(shared) + "; accepted: 0 to 1024");
   }
@@ -185,10 +213,13 @@ void read_sigmoid(const Fields& fields, const SigmoidDefaults& defaults, ModelPr
   RouterConfig& router = config.router;
   router.kind = RouterKind::sigmoid;
   router.selection_bias = true;
-  router.renormalize = fields.flag_or("norm_topk_prob", true);
+  router.renormalize = renormalize_of(fields, true);
   router.scaling_factor = fields.number_or("routed_scaling_factor", defaults.scaling_factor);
-  router.num_groups = fields.small(fields.integer_or("n_group", defaults.groups), "n_group");
-  router.top_groups = fields.small(fields.integer_or("topk_group", defaults.top_groups), "topk_group");
+  const auto groups = [&](const char* name, std::int64_t by_default) {  // null: the choice is not limited
+    return fields.null_in(name) ? 1 : fields.small(fields.integer_or(name, by_default), name);
+  };
+  router.num_groups = groups("n_group", defaults.groups);
+  router.top_groups = groups("topk_group", defaults.top_groups);
   read_shared_of_deepseek(fields, 1, config);
   made.num_moe_layers = layers_after_dense(fields, made.num_layers, defaults.first_dense);
 }
@@ -199,7 +230,14 @@ void read_glm4(const Fields& fields, ModelPreset& made) { read_sigmoid(fields, {
 void read_deepseek_v2(const Fields& fields, ModelPreset& made) {
   LayerConfig& config = made.config;
   read_sizes(fields, "moe_intermediate_size", "n_routed_experts", "num_experts", config);
-  read_softmax(fields, false, config);
+  config.router.kind = RouterKind::softmax_topk;
+  if (fields.flag_or("norm_topk_prob", false)) {
+    cannot("\"norm_topk_prob\" is true; accepted for deepseek_v2: false, as the model's own code and transformers "
+           "differ for true");
+  }
+  if (fields.flag_or("mlp_bias", false)) {
+    cannot("\"mlp_bias\" is true; accepted: false, a bias of all experts or of none");
+  }
   config.router.scaling_factor = fields.number_or("routed_scaling_factor", 1.0);
   const std::string method = fields.text_or("topk_method", "greedy");
   if (method == "group_limited_greedy") {
@@ -217,7 +255,7 @@ using Reader = void (*)(const Fields&, ModelPreset&);
 constexpr std::pair<const char*, Reader> readers[] = {
     {"mixtral", read_mixtral},         {"olmoe", read_olmoe},
     {"qwen2_moe", read_qwen2},         {"qwen3_moe", read_qwen3},
-    {"qwen3_next", read_qwen2},        {"gpt_oss", read_gpt_oss},
+    {"qwen3_next", read_qwen3_next},   {"gpt_oss", read_gpt_oss},
     {"deepseek_v2", read_deepseek_v2}, {"deepseek_v3", read_deepseek_v3},
     {"kimi_k2", read_deepseek_v3},     {"glm4_moe", read_glm4},
 };

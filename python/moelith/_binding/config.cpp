@@ -4,6 +4,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "binding.hpp"
+#include "moelith/presets.hpp"
 
 namespace nb = nanobind;
 
@@ -62,6 +63,13 @@ void bind_config(nb::module_& module) {
       .def("validate", &LayerConfig::validate);
   by_name(layer, "dtype", &LayerConfig::dtype, &data_type_from);
   by_name(layer, "weight_placement", &LayerConfig::weight_placement, &weight_placement_from);
+
+  nb::class_<ModelPreset>(module, "ModelPreset")
+      .def_ro("name", &ModelPreset::name)
+      .def_ro("config", &ModelPreset::config)
+      .def_ro("aux_loss_coefficient", &ModelPreset::aux_loss_coefficient);
+  module.def("model_from_hugging_face", &model_from_hugging_face, nb::arg("json_text"));
+  module.def("hugging_face_model_types", &hugging_face_model_types);
 }
 
 }  // namespace moelith::binding
