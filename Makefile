@@ -13,7 +13,7 @@ BUILD ?= build
 JOBS ?= $(shell nproc)
 export BUILD JOBS
 
-.PHONY: help test train test-cpp test-python test-asan test-tsan test-fuzz test-package test-gpu bench build \
+.PHONY: help test train test-cpp test-python test-asan test-tsan test-fuzz test-package test-cuda test-gpu bench build \
         bootstrap format tidy clean
 
 help: ## this list
@@ -26,7 +26,7 @@ train: bootstrap ## train the language model; DATA STEPS RESUME PRESET NAME DEVI
 	@scripts/build release moelith_python
 	PYTHONPATH=$(BUILD)/release/python exec "$$(scripts/bootstrap print-venv)/bin/python" -m moelith.train
 
-test-cpp test-python test-asan test-tsan test-fuzz test-package: test-%: bootstrap
+test-cpp test-python test-asan test-tsan test-fuzz test-package test-cuda: test-%: bootstrap
 	@scripts/run-tests $*
 
 test-gpu: bootstrap ## the GPU tests, on a machine with an NVIDIA GPU and nvcc
