@@ -145,15 +145,18 @@ class Plan {
   std::shared_ptr<const BoundExperts> bind(const ExpertPointers& pointers) const;
 
   // saved: a buffer of buffer_sizes(T).saved bytes that a later backward gets, or null for a forward without
-  // gradients. stream: a cudaStream_t for a GPU plan, otherwise null. Collective over the group.
-  // Throws Error; on invalid_argument this rank has written nothing. Shapes, dtypes, strides, alignment are checked on
-  // every device. Values (topk_ids, num_valid_tokens) are on the CPU; a GPU's are not looked at by the host: an id that
-  // is no expert's is an empty slot there, and num_valid_tokens is clamped to 0 .. T.
+  // gradients; either on every rank of the group or on none. stream: a cudaStream_t for a GPU plan, otherwise null.
+  // Collective over the group.
+  // Throws Error; on invalid_argument this rank has written nothing (but where ranks differ in having `saved`). Shapes,
+  // dtypes, strides and alignment are checked on every device. Values (topk_ids, num_valid_tokens) are on the CPU; those
+  // of a GPU are not looked at by the host: an id that is no expert's is an empty slot there, and num_valid_tokens is
+  // clamped to 0 .. T.
   void forward(const Inputs& inputs, const Outputs& outputs, void* saved, void* workspace, void* stream = nullptr) const;
   // inputs: those of the forward that filled saved. May be called several times for one forward (retain_graph): saved is
-  // only read. Throws Error as forward. A saved buffer that was not filled by a forward of an equal plan with as many
-  // tokens and the same kind of routes is refused on the CPU; a GPU's cannot be looked at without waiting, so there the
-  // caller answers for it.
+  // only read. Collective over the group, also for a rank that has no gradient of y or wants none: rows of others went
+  // through its experts. Throws Error as forward. A saved buffer that was not filled by a forward of an equal plan with
+  // as many tokens and the same kind of routes is refused on the CPU; a GPU's cannot be looked at without waiting, so
+  // there the caller answers for it.
   void backward(const Inputs& inputs, const void* saved, const OutputGradients& output_gradients,
                 const InputGradients& input_gradients, void* workspace, void* stream = nullptr) const;
 

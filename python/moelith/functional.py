@@ -34,6 +34,7 @@ class MoEOutput(NamedTuple):
 
 
 _DEFAULT_OPTIONS = PlanOptions()
+parameter_to_mark = operators.parameter_to_mark
 accumulator_dtype = operators.accumulator_dtype  # of topk_weights, losses and biases of choice, by dtype
 
 

@@ -234,7 +234,14 @@ class MoE(nn.Module):
 
 
 def _cast(weights, dtype):
-    return type(weights)(*(None if tensor is None else tensor.to(dtype) for tensor in weights))
+    return type(weights)(*(None if tensor is None else _cast_weight(tensor, dtype) for tensor in weights))
+
+
+def _cast_weight(parameter, dtype):
+    weight = parameter.to(dtype)
+    if weight is not parameter and functional.parameter_to_mark(parameter) is not None:
+        weight.cast_from = parameter
+    return weight
 
 
 def _foreign_layout(names):

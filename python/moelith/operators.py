@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moelith import _moelith
 from moelith.config import LayerConfig
-from moelith.runtime import BUFFER_ALIGNMENT, Group, aligned_empty, view
+from moelith.runtime import BUFFER_ALIGNMENT, SINGLE_HANDLE, Group, aligned_empty, view
 
 _TENSOR_INPUTS = (
     "x",
@@ -144,7 +144,14 @@ def moe(
             setattr(outputs, name, view(result, name))
         saved = aligned_empty(sizes.saved, x.device) if save else x.new_empty((0,), dtype=torch.uint8)
         workspace = owner.workspace(sizes.workspace, x.device)
-        plan.forward(inputs, outputs, saved.data_ptr() if save else 0, workspace.data_ptr(), _stream(x.device))
+        plan.forward(
+            inputs,
+            outputs,
+            saved.data_ptr() if save else 0,
+            workspace.data_ptr(),
+            _stream(x.device),
+            watch_signals=owner.waits_on_main_thread(),
+        )
     return (*results, saved)
 
 
@@ -190,8 +197,8 @@ def _setup_context(ctx, inputs, output):
     ctx.main_gradients = list(main_gradients)
     ctx.main_gradient_mask = mask
     ctx.settings = (config, options, group, num_sequences)
-    # The parameters themselves: under a hook on saved tensors (a checkpoint), backward gets others.
-    ctx.marked = {i: weight for i, weight in enumerate(weights) if hasattr(weight, "grad_added_to_main_grad")}
+    # The tensors themselves: under a hook on saved tensors (a checkpoint), backward gets others.
+    ctx.marked = {i: weight for i, weight in enumerate(weights) if parameter_to_mark(weight) is not None}
 
 
 def _backward(ctx, grad_y, _ids, grad_topk_weights, _counts, grad_aux_loss, grad_z_loss, _saved):
@@ -206,13 +213,16 @@ def _backward(ctx, grad_y, _ids, grad_topk_weights, _counts, grad_aux_loss, grad
     wanted += [need and not masked >> i & 1 for i, need in enumerate(needs_weights)]
     no_gradients = (None,) * n + ([None] * len(weights), [None] * len(ctx.main_gradients)) + (None,) * 6
     upstream = [grad_y, grad_topk_weights, grad_aux_loss, grad_z_loss]
-    if all(gradient is None for gradient in upstream):
-        return no_gradients
-
     # Frozen weights have no main gradient to add to.
     accumulate = [i for i, need in enumerate(needs_weights) if need and masked >> i & 1]
-    if not any(wanted) and not accumulate:
-        return no_gradients
+    nothing_comes = all(gradient is None for gradient in upstream)
+    if nothing_comes or not (any(wanted) or accumulate):
+        group = ctx.settings[2]
+        if group == SINGLE_HANDLE or Group.of(group).size == 1:
+            return no_gradients
+        # Rows of other ranks went through the experts of this one: it takes part in their backward all the same.
+        if nothing_comes:
+            upstream[0] = torch.zeros_like(tensors[0])
     mask = sum(1 << i for i, want in enumerate(wanted) if want)
     arguments = (tensors, weights, saved, upstream, mask, *ctx.settings)
     if accumulate:
@@ -255,8 +265,14 @@ def _placeholder_of_main_gradient(weight):
     """
     if weight is None:
         return None
-    weight.grad_added_to_main_grad = True
+    parameter_to_mark(weight).grad_added_to_main_grad = True
     return torch.zeros_like(weight)
+
+
+def parameter_to_mark(weight):
+    """The parameter behind a weight (itself, or what module.MoE cast it from) if it follows Megatron's protocol."""
+    parameter = getattr(weight, "cast_from", weight)
+    return parameter if hasattr(parameter, "grad_added_to_main_grad") else None
 
 
 moe.register_autograd(_backward, setup_context=_setup_context)
@@ -318,7 +334,13 @@ def _run_backward(
         workspace = owner.workspace(plan.buffer_sizes(x.shape[0]).workspace, x.device)
         inputs = _native_inputs(tensors, weights, config, num_sequences)
         plan.backward(
-            inputs, saved.data_ptr(), output_gradients, input_gradients, workspace.data_ptr(), _stream(x.device)
+            inputs,
+            saved.data_ptr(),
+            output_gradients,
+            input_gradients,
+            workspace.data_ptr(),
+            _stream(x.device),
+            watch_signals=owner.waits_on_main_thread(),
         )
 
 

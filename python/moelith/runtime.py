@@ -19,6 +19,7 @@ _DTYPES = {
     torch.int32: _moelith.DataType.int32,
     torch.uint8: _moelith.DataType.uint8,
 }
+SINGLE_HANDLE = "0"  # of the group of one rank
 BUFFER_ALIGNMENT = 256  # bytes, of saved buffers and of the workspace (include/moelith/layer.hpp)
 _SMALLEST_PLAN = 64  # tokens
 
@@ -71,7 +72,7 @@ class Group:
         """The group of one rank that calls without a group use."""
         with Group._single_lock:
             if Group._single is None:
-                Group._single = Group(_moelith.Group.single(), handle="0")
+                Group._single = Group(_moelith.Group.single(), handle=SINGLE_HANDLE)
             return Group._single
 
     @staticmethod
@@ -81,7 +82,7 @@ class Group:
 
     @staticmethod
     def of(handle: str) -> "Group":
-        if handle == "0":
+        if handle == SINGLE_HANDLE:
             return Group.single()
         group = Group._by_handle.get(handle)
         if group is None:
@@ -103,7 +104,11 @@ class Group:
         return self._native.size
 
     def set_timeout(self, seconds: float) -> None:
-        """The longest wait for another rank; past it a pass raises TimeoutError and the group is unusable."""
+        """The longest wait for another rank; past it a pass raises TimeoutError and the group is unusable.
+
+        So is it when a signal handler raises during a pass on the main thread (Ctrl-C): the other ranks get the
+        TimeoutError at once.
+        """
         self._native.set_timeout(seconds)
 
     def __repr__(self):
@@ -135,12 +140,18 @@ class Group:
         assign(native, fields | {"max_tokens": capacity if given is None else given})
         native.device = device_type
         native.group = self._native
-        plan = _moelith.Plan.create(native_config(config_key, dtype_name(dtype)), native)
+        plan = _moelith.Plan.create(
+            native_config(config_key, dtype_name(dtype)), native, watch_signals=self.waits_on_main_thread()
+        )
         if given is None:
             plans[capacity] = plan
         else:
             plans |= {"plan": plan, "max_tokens": given}
         return plan
+
+    def waits_on_main_thread(self) -> bool:
+        """Whether a pass called now may wait for another rank on the thread where Python's signal handlers run."""
+        return self.size > 1 and threading.current_thread() is threading.main_thread()
 
     def workspace(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Scratch memory for one pass; to be called, and used, with the lock held."""

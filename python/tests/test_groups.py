@@ -1,7 +1,9 @@
 """Expert parallelism between ranks that are threads of this process, through the Python interface."""
 
 import dataclasses
+import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -143,6 +145,75 @@ def test_a_rank_that_does_not_come_is_named():
 
     on_ranks(groups, lonely_pass)
     MF.moe(config=BASE, **tensors)  # the process goes on
+
+
+def test_a_rank_without_a_gradient_of_y_takes_part_in_backward():
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y.sum()
+
+        @staticmethod
+        def backward(ctx, _):
+            return None
+
+    groups = Group.threads(2)
+    for group in groups:
+        group.set_timeout(5)
+    tensors = tensors_of(BASE, 8)
+
+    def rank_pass(rank, group):
+        share = share_of_rank(tensors, slice(4 * rank, 4 * rank + 4), [0, 1, 2] if rank == 0 else [3, 4, 5])
+        y = MF.moe(config=BASE, options=PlanOptions(group=group, max_tokens=MAX_TOKENS, workers=1), **share)
+        (Nothing.apply(y) if rank == 1 else y.sum()).backward()
+        return share
+
+    _, second = on_ranks(groups, rank_pass)
+    MF.moe(config=BASE, **tensors)[:4].sum().backward()
+    assert tensors["down_proj"].grad[3:].any()
+    assert torch.equal(second["down_proj"].grad, tensors["down_proj"].grad[3:])
+    assert not second["x"].grad.any()
+
+
+def test_ranks_save_for_a_backward_together():
+    """A rank under no_grad would not come to the backward of the others: all ranks are told in forward."""
+    groups = Group.threads(2)
+    tensors = tensors_of(BASE, 8)
+
+    def rank_pass(rank, group):
+        share = share_of_rank(tensors, slice(4 * rank, 4 * rank + 4), [0, 1, 2] if rank == 0 else [3, 4, 5])
+        call = {"config": BASE, "options": PlanOptions(group=group, max_tokens=MAX_TOKENS, workers=1)} | share
+        # ValueError; RuntimeError where the other rank was first and ended the group.
+        with pytest.raises((ValueError, RuntimeError), match="saved: rank 0 saves for a backward and rank 1 does not"):
+            with torch.set_grad_enabled(rank == 0):
+                MF.moe(**call)
+
+    on_ranks(groups, rank_pass)
+
+
+def test_a_rank_on_the_main_thread_can_be_interrupted():
+    groups = Group.threads(2)
+    tensors = tensors_of(BASE, 8)
+    shares = [share_of_rank(tensors, slice(4 * r, 4 * r + 4), [3 * r, 3 * r + 1, 3 * r + 2]) for r in range(2)]
+
+    def rank_pass(rank, group):
+        return MF.moe(config=BASE, options=PlanOptions(group=group, max_tokens=MAX_TOKENS, workers=1), **shares[rank])
+
+    results = []
+    other = threading.Thread(target=lambda: results.append(rank_pass(1, groups[1])))
+    other.start()
+    results.insert(0, rank_pass(0, groups[0]))
+    other.join()
+    assert torch.equal(torch.cat(results), MF.moe(config=BASE, **tensors))
+
+    main = threading.main_thread().ident
+    threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        rank_pass(0, groups[0])
+    assert time.monotonic() - begin < 20  # and not the minute of the time limit
+    with pytest.raises(RuntimeError, match="rank 0.*interrupted by a signal"):
+        rank_pass(1, groups[1])
 
 
 def test_max_tokens_must_be_said():

@@ -217,6 +217,12 @@ def test_megatron_s_protocol():
     layer.down_proj.grad_added_to_main_grad = False
     checkpoint(layer, torch.randn(5, 16), use_reentrant=False).sum().backward()
     assert seen == [(True, False)] * 2
+    layer.down_proj.grad_added_to_main_grad = False
+    layer.down_proj.grad = None
+    layer.down_proj.main_grad.zero_()
+    with torch.autocast("cpu", torch.bfloat16):  # the layer computes with a rounded copy of the parameter
+        layer(torch.randn(5, 16)).float().sum().backward()
+    assert seen == [(True, False)] * 3 and layer.down_proj.main_grad.any()
 
 
 def test_compiled_main_gradients():

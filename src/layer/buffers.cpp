@@ -122,7 +122,7 @@ Window Window::of(const LayerConfig& config, std::int64_t tokens) {
   window.route_rows = places.add(element * routes * config.hidden_size);
   window.route_dprob = places.add(accumulator * routes * widths.dprob_groups(config.intermediate_size));
   for (auto& table : window.table) {
-    table.tokens = places.add(16);
+    table.tokens = places.add(24);
     table.offsets = places.add(8 * (std::uint64_t(config.num_experts) + 1));
     table.counts = places.add(8 * std::uint64_t(config.num_experts));
     table.routes = places.add(4 * routes);

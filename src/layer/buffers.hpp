@@ -86,7 +86,7 @@ struct Window {
   std::uint64_t rows;                                   // [T, H]: x or dY for the others
   std::uint64_t route_rows, route_dprob;                // [T k, H], [T k, groups]
   struct Table {
-    std::uint64_t tokens;                               // int64 [2]: T, valid tokens
+    std::uint64_t tokens;                               // int64 [3]: T, valid tokens, whether forward saves
     std::uint64_t offsets, counts;                      // int64 [E + 1], [E] before capacity
     std::uint64_t routes, topk_ids, topk_weights;       // int32 [T k], int32 [T k], T [T k]
   };

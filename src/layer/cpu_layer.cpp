@@ -85,7 +85,8 @@ class CpuLayer final : public DeviceLayer {
     const Geometry geometry = plan_.geometry(facts.tokens, tile_);
     const SavedBuffer kept = SavedBuffer::of(geometry, saved != nullptr);
     const auto scratch = ForwardWorkspace::of(geometry, router_scratch_bytes(facts.tokens));
-    if (!saved) saved = at<std::byte>(workspace, scratch.tables);
+    const bool saves = saved != nullptr;
+    if (!saves) saved = at<std::byte>(workspace, scratch.tables);
     auto pool = ThreadPool::acquire(workers_);
     auto& transport = plan_.transport();
     const std::int64_t valid = valid_tokens(inputs, facts.tokens);
@@ -131,6 +132,7 @@ class CpuLayer final : public DeviceLayer {
       auto& mine = data.tables[data.pass.sizes.rank];
       mine.tokens[0] = facts.tokens;
       mine.tokens[1] = valid;
+      mine.tokens[2] = saves;
       std::copy_n(counts, config_.num_experts, counts_of(data.pass.sizes.rank, table));
       std::copy_n(ids, geometry.routes(), mine.topk_ids);
       std::copy_n(weights, geometry.routes(), mine.topk_weights);
@@ -148,6 +150,7 @@ class CpuLayer final : public DeviceLayer {
 
     run(data, {at<std::uint64_t>(workspace, scratch.local_counters), several ? nullptr : at<std::uint64_t>(workspace, scratch.arrivals)},
         epoch, *pool);
+    if (several) require_same_saving(data, saves);
 
     if (outputs.topk_ids.given()) std::copy_n(ids, geometry.routes(), data_of<std::int32_t>(outputs.topk_ids));
     if (outputs.topk_weights.given()) std::copy_n(weights, geometry.routes(), data_of<T>(outputs.topk_weights));
@@ -241,6 +244,18 @@ class CpuLayer final : public DeviceLayer {
     if (stamp.routes != static_cast<std::int64_t>(facts.routes)) {
       refuse(std::string("a buffer of a forward that had ") + to_string(static_cast<RouteSource>(stamp.routes)),
              std::string("one of a forward that had ") + to_string(facts.routes) + ", as here");
+    }
+  }
+
+  // All ranks take part in a backward, so all keep what it needs or none does. Every rank has seen every table and says the
+  // same; without this the ones that save would wait in backward for the others.
+  void require_same_saving(const PassData<Storage>& data, bool saves) const {
+    for (std::int32_t r = 0; r < data.pass.sizes.ranks; ++r) {
+      if (static_cast<bool>(data.tables[r].tokens[2]) == saves) continue;
+      const std::string here = std::to_string(data.pass.sizes.rank), there = std::to_string(r);
+      throw Error(Status::invalid_argument,
+                  "saved: rank " + (saves ? here : there) + " saves for a backward and rank " + (saves ? there : here) +
+                      " does not; accepted: a buffer on every rank of the group, or on none");
     }
   }
 

@@ -4,6 +4,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <chrono>
+#include <future>
 
 #include "binding.hpp"
 #include "moelith/group.hpp"
@@ -82,6 +83,25 @@ void bind_tensors_of_passes(nb::module_& module) {
       .def_rw("weights", &InputGradients::weights);
 }
 
+// The result of call(), which may wait for other ranks of the group; called without the interpreter's lock.
+// watch_signals, on the main thread only: the call runs on a thread of its own while this one lets Python's signal
+// handlers run. One that raises makes the group fail, which ends the call, and its exception goes to the caller.
+template <class Call>
+auto waiting_for_ranks(const Group& group, bool watch_signals, Call call) {
+  if (!watch_signals) return call();
+  auto result = std::async(std::launch::async, call);
+  while (result.wait_for(std::chrono::milliseconds(50)) != std::future_status::ready) {
+    nb::gil_scoped_acquire locked;
+    if (PyErr_CheckSignals() == 0) continue;
+    nb::python_error raised;
+    group.fail("interrupted by a signal");
+    nb::gil_scoped_release unlocked;
+    result.wait();
+    throw raised;
+  }
+  return result.get();
+}
+
 }  // namespace
 
 void bind_layer(nb::module_& module) {
@@ -126,27 +146,37 @@ void bind_layer(nb::module_& module) {
       .def_ro("formula", &BufferSizes::formula);
 
   nb::class_<Plan>(module, "Plan")
-      .def_static("create", &Plan::create, nb::arg("config"), nb::arg("options"), Unlocked())
+      .def_static(
+          "create",
+          [](const LayerConfig& config, const PlanOptions& options, bool watch_signals) {
+            return waiting_for_ranks(options.group, watch_signals, [&] { return Plan::create(config, options); });
+          },
+          nb::arg("config"), nb::arg("options"), nb::arg("watch_signals") = false, Unlocked())
       .def_prop_ro("num_local_experts", &Plan::num_local_experts)
       .def_prop_ro("local_experts", &Plan::local_experts)
       .def("buffer_sizes", &Plan::buffer_sizes, nb::arg("tokens"))
       .def(
           "forward",
           [](const Plan& self, const Inputs& inputs, const Outputs& outputs, std::uintptr_t saved,
-             std::uintptr_t workspace, std::uintptr_t stream) {
-            self.forward(inputs, outputs, pointer(saved), pointer(workspace), pointer(stream));
+             std::uintptr_t workspace, std::uintptr_t stream, bool watch_signals) {
+            waiting_for_ranks(self.options().group, watch_signals, [&] {
+              self.forward(inputs, outputs, pointer(saved), pointer(workspace), pointer(stream));
+            });
           },
           nb::arg("inputs"), nb::arg("outputs"), nb::arg("saved"), nb::arg("workspace"), nb::arg("stream") = 0,
-          Unlocked())
+          nb::arg("watch_signals") = false, Unlocked())
       .def(
           "backward",
           [](const Plan& self, const Inputs& inputs, std::uintptr_t saved, const OutputGradients& output_gradients,
-             const InputGradients& input_gradients, std::uintptr_t workspace, std::uintptr_t stream) {
-            self.backward(inputs, pointer(saved), output_gradients, input_gradients, pointer(workspace),
-                          pointer(stream));
+             const InputGradients& input_gradients, std::uintptr_t workspace, std::uintptr_t stream,
+             bool watch_signals) {
+            waiting_for_ranks(self.options().group, watch_signals, [&] {
+              self.backward(inputs, pointer(saved), output_gradients, input_gradients, pointer(workspace),
+                            pointer(stream));
+            });
           },
           nb::arg("inputs"), nb::arg("saved"), nb::arg("output_gradients"), nb::arg("input_gradients"),
-          nb::arg("workspace"), nb::arg("stream") = 0, Unlocked());
+          nb::arg("workspace"), nb::arg("stream") = 0, nb::arg("watch_signals") = false, Unlocked());
 
   module.def("update_selection_bias", &update_selection_bias, nb::arg("bias"), nb::arg("counts"), nb::arg("rate"));
 }
