@@ -17,7 +17,7 @@ export BUILD JOBS
         bootstrap format tidy clean
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p; s/^# \(test-PART\): /\1\t/p' Makefile | expand -t 16
 
 test: bootstrap ## every test that this machine can run
 	@scripts/run-tests
@@ -26,6 +26,7 @@ train: bootstrap ## train the language model; DATA STEPS RESUME PRESET NAME DEVI
 	@scripts/build release moelith_python
 	PYTHONPATH=$(BUILD)/release/python exec "$$(scripts/bootstrap print-venv)/bin/python" -m moelith.train
 
+# test-PART: one part of the tests: cpp, python, package, asan, fuzz, tsan, cuda
 test-cpp test-python test-asan test-tsan test-fuzz test-package test-cuda: test-%: bootstrap
 	@scripts/run-tests $*
 
