@@ -8,6 +8,7 @@ LayerConfig: it is that of the tensors.
 import dataclasses
 import functools
 import json
+import numbers
 from dataclasses import dataclass
 
 
@@ -16,12 +17,22 @@ _WEIGHT_KINDS = ("gate_up_proj", "gate_up_bias", "down_proj", "down_bias")
 
 def _canonical_json(instance, leave_out=()):
     fields = {k: v for k, v in dataclasses.asdict(instance).items() if k not in leave_out}
-    return json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    return json.dumps(fields, sort_keys=True, separators=(",", ":"), default=_plain)
+
+
+def _plain(value):
+    """The Python number of a number of another library (numpy.int64)."""
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    raise TypeError(f"{value!r}, a {type(value).__name__}; accepted: bool, int, float, str")
 
 
 def _check_field(name, value, accepted):
     if not isinstance(value, accepted):
-        raise TypeError(f"{name}: {value!r}, a {type(value).__name__}; accepted: {accepted.__name__}")
+        names = " or ".join(kind.__name__ for kind in (accepted if isinstance(accepted, tuple) else (accepted,)))
+        raise TypeError(f"{name}: {value!r}, a {type(value).__name__}; accepted: {names}")
 
 
 @dataclass(frozen=True)
@@ -80,6 +91,7 @@ class LayerConfig:
     def __post_init__(self):
         _check_field("activation", self.activation, Activation)
         _check_field("router", self.router, Router)
+        _check_field("shared_experts", self.shared_experts, (tuple, list))
         object.__setattr__(self, "shared_experts", tuple(self.shared_experts))
         for s, shared in enumerate(self.shared_experts):
             _check_field(f"shared_experts[{s}]", shared, SharedExpert)

@@ -81,8 +81,9 @@ def moe(
     none, and a call without any keeps nothing. Raises ValueError or TypeError for bad arguments, NotImplementedError
     for what this build or device cannot do, TimeoutError where another rank did not come.
     """
-    _check_type(x, "x", Tensor)
-    _check_type(config, "config", LayerConfig)
+    check_type(x, "x", Tensor)
+    check_type(config, "config", LayerConfig)
+    check_type(shared, "shared", (tuple, list))
     if len(shared) != len(config.shared_experts):
         raise ValueError(f"shared: {len(shared)} experts given; config has {len(config.shared_experts)}")
     given = {"gate_up_proj": gate_up_proj, "gate_up_bias": gate_up_bias, "down_proj": down_proj, "down_bias": down_bias}
@@ -134,8 +135,8 @@ def _forward(
     main_mask=0,
 ):
     """The members of a MoEOutput, of x [T, H]. weights: by name, in the order of LayerConfig.weights."""
-    _check_type(options, "options", PlanOptions)
-    _check_type(num_sequences, "num_sequences", (int, torch.SymInt))
+    check_type(options, "options", PlanOptions)
+    check_type(num_sequences, "num_sequences", (int, torch.SymInt))
     named = {
         "router_logits": router_logits,
         "topk_ids": topk_ids,
@@ -147,10 +148,10 @@ def _forward(
     named |= weights
     for name, tensor in named.items():
         if tensor is not None:
-            _check_type(tensor, name, Tensor)
+            check_type(tensor, name, Tensor)
             if tensor.device != x.device:
                 raise ValueError(f"{name}: on {tensor.device}; accepted: {x.device}, where x is")
-    _refuse_forward_mode((x, *named.values()))
+    _refuse_other_modes((x, *named.values()))
     differentiable = (x, router_logits, topk_weights, shared_gate_logits, *weights.values())
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
     *results, _ = operators.moe(
@@ -198,10 +199,10 @@ def mlp(
     options: PlanOptions = _DEFAULT_OPTIONS,
 ) -> Tensor:
     """A dense MLP: the layer with one expert and no router. gate_up_proj [2I, H] (or [I, H]), down_proj [H, I]."""
-    _check_type(x, "x", Tensor)
-    _check_type(gate_up_proj, "gate_up_proj", Tensor)
-    _check_type(down_proj, "down_proj", Tensor)
-    _check_type(activation, "activation", Activation)
+    check_type(x, "x", Tensor)
+    check_type(gate_up_proj, "gate_up_proj", Tensor)
+    check_type(down_proj, "down_proj", Tensor)
+    check_type(activation, "activation", Activation)
     if gate_up_proj.dim() != 2 or down_proj.dim() != 2:
         raise ValueError(
             f"gate_up_proj, down_proj: shapes {tuple(gate_up_proj.shape)}, {tuple(down_proj.shape)}; accepted: [2I, H] "
@@ -228,8 +229,8 @@ def update_selection_bias(bias: Tensor, expert_counts: Tensor, rate: float) -> N
 
     bias [E] float32 or float64; expert_counts [E] int64, summed over whatever batch and ranks it shall balance.
     """
-    _check_type(bias, "bias", Tensor)
-    _check_type(expert_counts, "expert_counts", Tensor)
+    check_type(bias, "bias", Tensor)
+    check_type(expert_counts, "expert_counts", Tensor)
     if expert_counts.device != bias.device:
         raise ValueError(f"expert_counts: on {expert_counts.device}; accepted: {bias.device}, where bias is")
     if bias.device.type == "cuda":  # the library's function reads and writes the host's memory
@@ -243,15 +244,20 @@ def update_selection_bias(bias: Tensor, expert_counts: Tensor, rate: float) -> N
     operators.update_selection_bias(bias, expert_counts, rate)
 
 
-def _check_type(value, name, accepted):
+def check_type(value, name, accepted):
     if not isinstance(value, accepted):
         accepted = accepted[0] if isinstance(accepted, tuple) else accepted
         raise TypeError(f"{name}: {type(value).__name__}; accepted: {accepted.__name__}")
 
 
-def _refuse_forward_mode(tensors):
-    """Without this, forward-mode differentiation would take the layer for a constant."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+def _refuse_other_modes(tensors):
+    """Without this, forward-mode differentiation would take the layer for a constant, and the transforms of torch.func
+    would end in an error that tells nothing."""
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise NotImplementedError("torch.func's transforms (grad, vmap, jacrev, ...): accepted is reverse mode, backward()")
+    if forward_ad._current_level < 0:
         return
     if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
         raise NotImplementedError("forward-mode differentiation (jvp): accepted is reverse mode, backward()")
@@ -261,7 +267,7 @@ def _rows_of(tensor, name, columns):
     """[..., columns] -> [T, columns]"""
     if tensor is None:
         return None
-    _check_type(tensor, name, Tensor)
+    check_type(tensor, name, Tensor)
     if tensor.layout != torch.strided:
         raise ValueError(f"{name}: layout {tensor.layout}; accepted: {torch.strided}")
     if tensor.dim() == 0 or tensor.shape[-1] != columns:
@@ -279,7 +285,7 @@ def _main_gradients(main_gradients, weights):
     for i, (name, weight) in enumerate(weights.items()):
         if name in main_gradients:
             tensor = main_gradients[name]
-            _check_type(tensor, f"main_gradients['{name}']", Tensor)
+            check_type(tensor, f"main_gradients['{name}']", Tensor)
             dtype, shape, device = accumulator_dtype(weight.dtype), tuple(weight.shape), weight.device
             if tensor.dtype != dtype or tensor.shape != shape or tensor.device != device or not tensor.is_contiguous():
                 raise ValueError(

@@ -1,5 +1,6 @@
 """moelith.MoE: the layer with its parameters and its router, as an nn.Module."""
 
+import contextlib
 import math
 from typing import Optional
 
@@ -68,6 +69,8 @@ class MoE(nn.Module):
         dtype: Optional[torch.dtype] = None,
     ):
         super().__init__()
+        functional.check_type(config, "config", LayerConfig)
+        functional.check_type(options, "options", PlanOptions)
         config.validate()
         self.config = config
         self.options = options
@@ -124,6 +127,7 @@ class MoE(nn.Module):
         num_sequences (for the sequence aux loss) is by default the product of x's dimensions before the last two.
         router_logits, or topk_ids and topk_weights, take the place of the layer's own router.
         """
+        autocast_dtype = self._check_x(x)
         if num_sequences is None:
             num_sequences = math.prod(x.shape[:-2]) or 1
         if router_logits is None and topk_ids is None and topk_weights is None:
@@ -131,12 +135,10 @@ class MoE(nn.Module):
         routed = functional.SharedWeights(self.gate_up_proj, self.down_proj, self.gate_up_bias, self.down_bias)
         shared = [expert.weights() for expert in self.shared_experts]
         main_gradients = self._main_gradients(routed, shared) if self.main_gradients else None
-        # As for the linear layers around this one; autocast leaves float64 as it is.
-        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x = x.to(dtype)
-            routed = _cast(routed, dtype)
-            shared = [_cast(expert, dtype) for expert in shared]
+        if autocast_dtype is not None:
+            x = x.to(autocast_dtype)
+            routed = _cast(routed, autocast_dtype)
+            shared = [_cast(expert, autocast_dtype) for expert in shared]
         return functional.moe(
             x,
             config=self.config,
@@ -159,7 +161,8 @@ class MoE(nn.Module):
         if self.router_dtype is None:
             return self.router(x)
         weight, bias = self.router.weight, self.router.bias
-        with torch.autocast(x.device.type, enabled=False):
+        device = x.device.type
+        with torch.autocast(device, enabled=False) if _has_autocast(device) else contextlib.nullcontext():
             return nn.functional.linear(
                 x.to(self.router_dtype),
                 weight.to(self.router_dtype),
@@ -183,6 +186,21 @@ class MoE(nn.Module):
             f"num_experts={config.num_experts}, top_k={config.top_k}, activation={config.activation.kind}, "
             f"router={config.router.kind}"
         )
+
+    def _check_x(self, x):
+        """Refuses what the router's product would refuse without naming it; the dtype that autocast asks for, or None."""
+        functional.check_type(x, "x", Tensor)
+        # As for the linear layers around this one; autocast leaves float64 as it is.
+        device, dtype = x.device.type, self.gate_up_proj.dtype
+        if x.dtype != torch.float64 and _has_autocast(device) and torch.is_autocast_enabled(device):
+            dtype = None
+        wrong_shape = x.dim() == 0 or x.shape[-1] != self.config.hidden_size
+        if wrong_shape or dtype not in (None, x.dtype) or not x.is_floating_point():
+            raise ValueError(
+                f"x: {x.dtype}, shape {tuple(x.shape)}; accepted: {dtype or 'a floating-point dtype'}, "
+                f"[..., {self.config.hidden_size}]"
+            )
+        return torch.get_autocast_dtype(device) if dtype is None else None
 
     def _main_gradients(self, routed, shared):
         named = routed._asdict()
@@ -231,6 +249,12 @@ class MoE(nn.Module):
             if found.shape[1:] == expected[1:]:
                 return f" It holds {found.shape[0]} experts, and this rank has {expected[0]}."
         return ""
+
+
+@torch.compiler.assume_constant_result
+def _has_autocast(device: str) -> bool:
+    """False for the device meta, of which autocast's other functions raise."""
+    return torch.amp.is_autocast_available(device)
 
 
 def _cast(weights, dtype):

@@ -32,7 +32,7 @@ def view(tensor: torch.Tensor, name: str):
     """The TensorView of a tensor, which the caller keeps alive. A scalar is seen as of shape [1]."""
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
-        accepted = ", ".join(dtype_name(d) for d in _DTYPES)
+        accepted = ", ".join(dtype_name(d) for d in _DTYPES if d.is_floating_point == tensor.is_floating_point())
         raise ValueError(f"{name}: dtype {dtype_name(tensor.dtype)}; accepted: {accepted}")
     shape = tensor.shape or (1,)
     if tensor.is_contiguous():
@@ -93,6 +93,8 @@ class Group:
         return self  # a copy of a layer belongs to the same group
 
     def __reduce__(self):
+        if self.handle == SINGLE_HANDLE:
+            return Group.single, ()
         raise TypeError(f"{self!r} is a connection between ranks of this run; it cannot be pickled")
 
     @property

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from layer_cases import BASE, CONFIGS, DEEPSEEK, error, with_router
@@ -290,6 +291,8 @@ def test_copies_and_pickles():
 def test_copies_belong_to_the_same_group():
     layer = MoE(BASE, options=PlanOptions(group=moelith.Group.threads(2)[0], max_tokens=8))
     assert copy.deepcopy(layer).options.group is layer.options.group
+    single = MoE(BASE, options=PlanOptions(group=moelith.Group.single()))
+    assert pickle.loads(pickle.dumps(single)).options.group is moelith.Group.single()
     with pytest.raises(TypeError, match="Group.*cannot be pickled"):
         pickle.dumps(layer)
 
@@ -298,6 +301,12 @@ def test_meta_device():
     with torch.device("meta"):
         layer = MoE(DEEPSEEK)
     assert all(tensor.is_meta for tensor in layer.state_dict().values())
+    x = torch.empty(2, 3, 16, device="meta", requires_grad=True)
+    for meta in (layer, MoE(DEEPSEEK, router_dtype=torch.float32, device="meta", dtype=torch.bfloat16)):
+        y = meta(x.to(meta.down_proj.dtype))
+        assert y.is_meta and y.shape == x.shape
+        y.sum().backward()
+        assert x.grad.shape == x.shape and meta.down_proj.grad.shape == meta.down_proj.shape
     layer = layer.to_empty(device="cpu")
     layer.reset_parameters()
     assert layer(torch.randn(3, 16)).isfinite().all()
@@ -326,3 +335,42 @@ def test_package_without_pytorch():
         moelith.Moe
     for name in moelith.__all__:
         assert getattr(moelith, name) is not None
+
+
+def test_bad_inputs_of_a_module_are_named():
+    layer, x = MoE(BASE), torch.randn(5, 16)
+    for bad, exception, pattern in (
+        (x.numpy(), TypeError, "x: ndarray; accepted: Tensor"),
+        (x.half(), ValueError, r"x: torch.float16, shape \(5, 16\); accepted: torch.float32, \[..., 16\]"),
+        (x.long(), ValueError, "x: torch.int64"),
+        (x[:, :8], ValueError, r"x: torch.float32, shape \(5, 8\)"),
+        (x[0, 0], ValueError, r"x: torch.float32, shape \(\)"),
+    ):
+        with pytest.raises(exception, match=pattern):
+            layer(bad)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="accepted: a floating-point dtype"):
+        layer(x.long())
+    for arguments, pattern in (
+        ({"config": {"hidden_size": 16}}, "config: dict; accepted: LayerConfig"),
+        ({"config": BASE, "options": {"workers": 1}}, "options: dict; accepted: PlanOptions"),
+    ):
+        with pytest.raises(TypeError, match=pattern):
+            MoE(**arguments)
+    with pytest.raises(TypeError, match="shared_experts: 64, a int; accepted: tuple or list"):
+        dataclasses.replace(BASE, shared_experts=64)
+
+
+def test_numbers_of_numpy_in_a_config():
+    config = dataclasses.replace(BASE, hidden_size=np.int64(16), router=moelith.Router(scaling_factor=np.float32(2)))
+    assert config.key == dataclasses.replace(BASE, router=moelith.Router(scaling_factor=2.0)).key
+    assert MoE(config)(torch.randn(3, 16)).shape == (3, 16)
+
+
+def test_transforms_of_torch_func_are_refused():
+    layer, x = MoE(BASE), torch.randn(3, 5, 16)
+    with pytest.raises(NotImplementedError, match="torch.func's transforms"):
+        torch.func.vmap(layer)(x)
+    with pytest.raises(NotImplementedError, match="torch.func's transforms"):
+        torch.func.grad(lambda x: layer(x).sum())(x)
+    parameters = {name: 2 * parameter for name, parameter in layer.named_parameters()}
+    assert torch.func.functional_call(layer, parameters, (x,)).shape == x.shape
