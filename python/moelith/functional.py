@@ -145,7 +145,7 @@ def _forward(
         "shared_gate_logits": shared_gate_logits,
         "num_valid_tokens": num_valid_tokens,
     }
-    named |= weights
+    named.update(weights)
     for name, tensor in named.items():
         if tensor is not None:
             check_type(tensor, name, Tensor)
@@ -256,7 +256,7 @@ def _refuse_other_modes(tensors):
     if torch.compiler.is_compiling():
         return
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise NotImplementedError("torch.func's transforms (grad, vmap, jacrev, ...): accepted is reverse mode, backward()")
+        raise NotImplementedError("torch.func's transforms (grad, vmap, jvp, ...): accepted is reverse mode, backward()")
     if forward_ad._current_level < 0:
         return
     if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):

@@ -142,7 +142,7 @@ class MoE(nn.Module):
         return functional.moe(
             x,
             config=self.config,
-            **routed._asdict(),
+            **_by_name(routed),
             router_logits=router_logits,
             topk_ids=topk_ids,
             topk_weights=topk_weights,
@@ -203,9 +203,9 @@ class MoE(nn.Module):
         return torch.get_autocast_dtype(device) if dtype is None else None
 
     def _main_gradients(self, routed, shared):
-        named = routed._asdict()
+        named = _by_name(routed)
         for s, expert in enumerate(shared):
-            named |= {f"shared.{s}.{kind}": tensor for kind, tensor in expert._asdict().items()}
+            named.update({f"shared.{s}.{kind}": tensor for kind, tensor in _by_name(expert).items()})
         main = {name: getattr(tensor, "main_grad", None) for name, tensor in named.items() if tensor is not None}
         return {name: tensor for name, tensor in main.items() if tensor is not None}
 
@@ -249,6 +249,11 @@ class MoE(nn.Module):
             if found.shape[1:] == expected[1:]:
                 return f" It holds {found.shape[0]} experts, and this rank has {expected[0]}."
         return ""
+
+
+def _by_name(weights):
+    """As _asdict(), which PyTorch 2.6 does not compile; nor does it unions of dictionaries."""
+    return dict(zip(functional.SharedWeights._fields, weights))
 
 
 @torch.compiler.assume_constant_result

@@ -484,7 +484,7 @@ def test_compile_without_graph_breaks(name, dynamic):
     torch._dynamo.reset()
 
     def function(tensors):
-        output = run(tensors | {"x": tensors["x"] * 2}, config)
+        output = run({**tensors, "x": tensors["x"] * 2}, config)
         return MF.MoEOutput(output.y + 1, *output[1:])
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
@@ -503,7 +503,7 @@ def test_compile_with_inductor():
     tensors = tensors_of(BASE, 12, dtype=torch.float32)
 
     def function(tensors):
-        return run(tensors | {"x": torch.tanh(tensors["x"])}, BASE)
+        return run({**tensors, "x": torch.tanh(tensors["x"])}, BASE)
 
     output = torch.compile(function, fullgraph=True)(tensors)
     expected = function(tensors)
