@@ -485,7 +485,8 @@ def test_compile_without_graph_breaks(name, dynamic):
 
     def function(tensors):
         output = run({**tensors, "x": tensors["x"] * 2}, config)
-        return MF.MoEOutput(output.y + 1, *output[1:])
+        y, *routing = output
+        return MF.MoEOutput(y + 1, *routing)
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for tokens in (12, 20, 7):
