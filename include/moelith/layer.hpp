@@ -148,8 +148,8 @@ class Plan {
   // gradients; either on every rank of the group or on none. stream: a cudaStream_t for a GPU plan, otherwise null.
   // Collective over the group.
   // Throws Error; on invalid_argument this rank has written nothing (but where ranks differ in having `saved`). Shapes,
-  // dtypes, strides and alignment are checked on every device. Values (topk_ids, num_valid_tokens) are on the CPU; those
-  // of a GPU are not looked at by the host: an id that is no expert's is an empty slot there, and num_valid_tokens is
+  // dtypes, strides and alignment are checked on every device. Values (topk_ids, num_valid_tokens) are on the CPU;
+  // those of a GPU are not looked at by the host: an id that is no expert's is an empty slot there, and num_valid_tokens is
   // clamped to 0 .. T.
   void forward(const Inputs& inputs, const Outputs& outputs, void* saved, void* workspace, void* stream = nullptr) const;
   // inputs: those of the forward that filled saved. May be called several times for one forward (retain_graph): saved is

@@ -56,7 +56,7 @@ def layer_config(config: Any, *, aux_loss: bool = False) -> LayerConfig:
 
 
 def _model(config):
-    """What the C++ library reads in a config: model_type, layer, and the coefficient of transformers' auxiliary loss."""
+    """What the C++ library reads in a config: model_type, layer, coefficient of transformers' auxiliary loss."""
     if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
         raise TypeError(
             f"config: {config!r}, a {type(config).__name__}; accepted: a configuration of transformers, or a dict"

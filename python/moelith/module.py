@@ -188,7 +188,7 @@ class MoE(nn.Module):
         )
 
     def _check_x(self, x):
-        """Refuses what the router's product would refuse without naming it; the dtype that autocast asks for, or None."""
+        """Refuses what the router's product would refuse without naming it. The dtype of autocast, or None."""
         functional.check_type(x, "x", Tensor)
         # As for the linear layers around this one; autocast leaves float64 as it is.
         device, dtype = x.device.type, self.gate_up_proj.dtype

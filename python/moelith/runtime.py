@@ -108,8 +108,8 @@ class Group:
     def set_timeout(self, seconds: float) -> None:
         """The longest wait for another rank; past it a pass raises TimeoutError and the group is unusable.
 
-        So is it after any other error of a pass, and when a signal handler raises during one on the main thread (Ctrl-C):
-        the other ranks get a RuntimeError at once.
+        So is it after any other error of a pass, and when a signal handler raises during one on the main thread
+        (Ctrl-C): the other ranks get a RuntimeError at once.
         """
         self._native.set_timeout(seconds)
 
