@@ -1,7 +1,10 @@
-// Workbench of the sm_90a executor: runs a pass on random data, checks every result against the naive kernels, and times
-// it beside cuBLAS on the dense products of the same size.
+// Workbench of the sm_90a executor: runs a pass on random data, checks every result against the naive kernels, and
+// times it beside cuBLAS on the dense products of the same size.
 //
-//   pass_workbench [check|time] ...   check: small shapes with every feature; time: the shapes of the speed table
+//   pass_workbench [check] [time] [forward] [128] [192] [json FILE COMMIT] [SHAPE ..]
+//     check: small shapes with every feature; time: the shapes of the speed table; forward: no backward; json: what
+//     time found also in a file. GROUP and RASTER in the environment: row blocks in the order of tiles
+//     (schedule/extents.hpp).
 //
 // Build: nvcc -gencode=arch=compute_90a,code=sm_90a -std=c++20 --expt-relaxed-constexpr --extended-lambda -O3
 //        -Isrc -Iinclude -I<cutlass>/include bench/cuda/pass_workbench.cu src/executors/cuda/*.cu -lcublas
@@ -13,6 +16,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <functional>
 #include <random>
 #include <string>
@@ -58,13 +62,16 @@ __device__ float uniform(std::uint64_t n) {  // in (-1, 1)
 }
 // Roughly normal, of the given deviation.
 __global__ void fill(bfloat16* p, std::size_t count, float deviation, std::uint64_t seed) {
-  for (std::size_t i = blockIdx.x * std::size_t(blockDim.x) + threadIdx.x; i < count; i += std::size_t(gridDim.x) * blockDim.x) {
+  for (std::size_t i = blockIdx.x * std::size_t(blockDim.x) + threadIdx.x; i < count;
+       i += std::size_t(gridDim.x) * blockDim.x) {
     const float f = uniform(seed + 3 * i) + uniform(seed + 3 * i + 1) + uniform(seed + 3 * i + 2);
     p[i] = numerics::to_bfloat16(f * deviation);
   }
 }
 __global__ void fill_bits(std::uint32_t* p, std::size_t count, std::uint32_t bits) {
-  for (std::size_t i = blockIdx.x * std::size_t(blockDim.x) + threadIdx.x; i < count; i += std::size_t(gridDim.x) * blockDim.x) p[i] = bits;
+  for (std::size_t i = blockIdx.x * std::size_t(blockDim.x) + threadIdx.x; i < count;
+       i += std::size_t(gridDim.x) * blockDim.x)
+    p[i] = bits;
 }
 
 // Per row: sum of squared differences and of squares; NaN anywhere in `got` makes the difference NaN.
@@ -99,8 +106,8 @@ struct Case {
   int shared = 0;
   std::int64_t shared_width = 0;
   bool recompute = false;
-  double empty_slots = 0;          // part of the routes that are -1
-  int columns = 128;
+  double empty_slots = 0;  // part of the routes that are -1
+  int columns = 192;       // of a block's products
   bool equal_counts = false;
 };
 
@@ -159,6 +166,10 @@ class Bench {
     s.gate_up_factor = c.kind == ActivationKind::relu_squared ? 1 : 2;
     s.tokens = t;
     s.tile = sm90_tile_shape(c.columns, s.gate_up_factor);
+    auto tune = [](const char* name, std::int32_t& value) {
+      if (const char* text = std::getenv(name)) value = std::atoi(text);
+    };
+    tune("GROUP", s.tile.group_blocks), tune("RASTER", s.tile.raster_blocks);
     s.max_row_blocks = schedule::ceil_div(routes, s.tile.row_block) + c.experts;
     s.max_chunks = schedule::ceil_div(t, s.chunk_tokens);
     s.recompute = c.recompute;
@@ -241,6 +252,8 @@ class Bench {
     }
     run.backward = d;
     run.backward.pass.sizes.direction = Direction::backward;
+    run.forward.packed_x = run.backward.packed_x = poisoned(routes * c.hidden);
+    run.backward.packed_dy = poisoned(routes * c.hidden);
     run.backward.out = poisoned(t * c.hidden);
     add(run, "dx", t, c.hidden, run.backward.out);
     run.backward.d_topk_weights = poisoned_float(routes);
@@ -295,7 +308,8 @@ class Bench {
       check(cudaDeviceSynchronize(), "backward");
     }
     if (error_->stage >= 0) {
-      std::printf("%s: gave up in stage %d, expert %d, block %d\n", c_.name.c_str(), error_->stage, error_->expert, error_->row_block);
+      std::printf("%s: gave up in stage %d, expert %d, block %d\n", c_.name.c_str(), error_->stage, error_->expert,
+                  error_->row_block);
       return false;
     }
     return true;
@@ -308,9 +322,11 @@ class Bench {
     if (a.rows == 0 || a.columns == 0) return {0, 0, 0};
     auto* out = memory_.get<double>(3 * a.rows);
     if (a.is_float) {
-      compare<<<unsigned(a.rows), 256>>>(static_cast<const float*>(a.data), static_cast<const float*>(b.data), a.rows, a.columns, out);
+      compare<<<unsigned(a.rows), 256>>>(static_cast<const float*>(a.data), static_cast<const float*>(b.data), a.rows,
+                                         a.columns, out);
     } else {
-      compare<<<unsigned(a.rows), 256>>>(static_cast<const bfloat16*>(a.data), static_cast<const bfloat16*>(b.data), a.rows, a.columns, out);
+      compare<<<unsigned(a.rows), 256>>>(static_cast<const bfloat16*>(a.data), static_cast<const bfloat16*>(b.data),
+                                         a.rows, a.columns, out);
     }
     std::vector<double> host(3 * a.rows);
     check(cudaMemcpy(host.data(), out, host.size() * 8, cudaMemcpyDeviceToHost), "compare");
@@ -332,8 +348,9 @@ class Bench {
       const Difference d = difference(t, want.results.tensors[i]);
       const bool ok = d.whole <= limit;
       if (!ok || verbose) {
-        std::printf("  %-20s %-6s [%lld, %lld] error %.2e worst row %.2e unequal %.0f %s\n", c_.name.c_str(), t.name.c_str(),
-                    (long long)t.rows, (long long)t.columns, d.whole, d.worst_row, d.unequal, ok ? "" : "WRONG");
+        std::printf("  %-20s %-6s [%lld, %lld] error %.2e worst row %.2e unequal %.0f %s\n", c_.name.c_str(),
+                    t.name.c_str(), (long long)t.rows, (long long)t.columns, d.whole, d.worst_row, d.unequal,
+                    ok ? "" : "WRONG");
       }
       good = good && ok;
     }
@@ -371,7 +388,8 @@ class Bench {
     fill_bits<<<1024, 256>>>(reinterpret_cast<std::uint32_t*>(p), count, 0x7fffffffu);
     return p;
   }
-  static void add(Run& run, const std::string& name, std::int64_t rows, std::int64_t columns, const void* data, bool is_float = false) {
+  static void add(Run& run, const std::string& name, std::int64_t rows, std::int64_t columns, const void* data,
+                  bool is_float = false) {
     run.results.tensors.push_back({name, rows, columns, data, is_float});
   }
 
@@ -424,8 +442,8 @@ double dense_rate(Bench& bench, std::int64_t m, std::int64_t hidden, std::int64_
   const float one = 1.0f, zero = 0.0f;
   // Row-major [m, n] = a [m, k] b [n, k]^T, as column-major n x m.
   auto gemm = [&](const bfloat16* a, const bfloat16* b, bfloat16* c, std::int64_t n, std::int64_t k) {
-    cublasGemmEx(handle, CUBLAS_OP_T, CUBLAS_OP_N, int(n), int(m), int(k), &one, b, CUDA_R_16BF, int(k), a, CUDA_R_16BF, int(k), &zero,
-                 c, CUDA_R_16BF, int(n), CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
+    cublasGemmEx(handle, CUBLAS_OP_T, CUBLAS_OP_N, int(n), int(m), int(k), &one, b, CUDA_R_16BF, int(k), a, CUDA_R_16BF,
+                 int(k), &zero, c, CUDA_R_16BF, int(n), CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
   };
   const double up = median_ms([&] { gemm(x, w, z, 2 * width, hidden); }, 7);
   const double down = median_ms([&] { gemm(z, w, y, hidden, width); }, 7);
@@ -454,8 +472,9 @@ int check_all(bool forward_only) {
   c = {"shared", 384, 128, 16, 4, 300};
   c.shared = 2, c.shared_width = 264, c.bias = true;
   cases.push_back(c);
-  c = {"columns 64", 384, 136, 16, 4, 900};
-  c.columns = 64;
+  c = {"many rows", 384, 136, 16, 4, 8000};
+  cases.push_back(c);
+  c = {"many columns", 1160, 712, 4, 2, 700};
   cases.push_back(c);
   c = {"one token", 256, 128, 8, 2, 1};
   cases.push_back(c);
@@ -474,7 +493,16 @@ int check_all(bool forward_only) {
     auto again = bench.make_run();
     good = bench.fast(again, 7, !forward_only) && good;
     if (forward_only) again.results.tensors.resize(3 + 2 * one.shared);
-    if (one.accumulate == false || true) good = bench.agree(again, got, 0.0, false) && good;
+    good = bench.agree(again, got, 0.0, false) && good;
+    // And with tiles of another width.
+    Case narrow = one;
+    narrow.columns = 128;
+    Bench narrow_bench(narrow);
+    auto narrow_run = narrow_bench.make_run();
+    good = narrow_bench.fast(narrow_run, 0, !forward_only) && good;
+    if (forward_only) narrow_run.results.tensors.resize(3 + 2 * one.shared);
+    good = bench.agree(narrow_run, got, 0.0, false) && good;
+    if (!narrow_bench.counters_clean()) std::printf("  counters are not clean\n"), good = false;
     std::printf("%-16s %s\n", one.name.c_str(), good ? "ok" : "WRONG");
     std::fflush(stdout);
     wrong += !good;
@@ -497,24 +525,35 @@ void print_trace(Bench& bench, PassData data, const char* name) {
     std::uint64_t first = ~0ull, last = 0;
   } sums[schedule::stage_count];
   std::uint64_t begin = ~0ull;
-  for (const auto& e : host) {
+  double cycles = 0, nanoseconds = 0;
+  for (std::size_t i = 0; i < host.size(); ++i) {
+    const TileEvent& e = host[i];
     if (e.stage < 0) continue;
+    if (i % room > 0 && host[i - 1].stage >= 0) {
+      cycles += e.wait_cycles + e.multiply_cycles + e.write_cycles, nanoseconds += e.end_ns - host[i - 1].end_ns;
+    }
     Sum& s = sums[e.stage];
     s.n += 1, s.wait += e.wait_cycles, s.multiply += e.multiply_cycles, s.write += e.write_cycles;
     s.first = std::min(s.first, e.end_ns), s.last = std::max(s.last, e.end_ns);
     begin = std::min(begin, e.end_ns);
   }
+  std::printf("  %-8s SM clock %.3f GHz\n", name, cycles / nanoseconds);
   for (int i = 0; i < schedule::stage_count; ++i) {
     const Sum& s = sums[i];
     if (s.n > 0) {
-      std::printf("  %-8s %-14s %7.0f tiles: wait %6.0f  multiply %6.0f write %6.0f cycles; from %5.0f to %5.0f us\n", name,
-                  schedule::to_string(static_cast<schedule::Stage>(i)), s.n, s.wait / s.n, s.multiply / s.n, s.write / s.n,
-                  (s.first - begin) * 1e-3, (s.last - begin) * 1e-3);
+      std::printf("  %-8s %-14s %7.0f tiles: wait %6.0f  multiply %6.0f write %6.0f cycles; from %5.0f to %5.0f us\n",
+                  name, schedule::to_string(static_cast<schedule::Stage>(i)), s.n, s.wait / s.n, s.multiply / s.n,
+                  s.write / s.n, (s.first - begin) * 1e-3, (s.last - begin) * 1e-3);
     }
   }
 }
 
-void time_all(bool forward_only, bool quick) {
+struct Json {
+  std::string file, commit, command;
+};
+
+void time_all(bool forward_only, const std::vector<std::string>& shapes, const std::vector<int>& widths,
+              const Json& json) {
   std::vector<Case> cases = {
       {"Qwen3-30B", 2048, 768, 128, 8, 16384},
       {"fine", 1536, 256, 128, 8, 24576},
@@ -522,12 +561,19 @@ void time_all(bool forward_only, bool quick) {
       {"4096x512", 4096, 512, 128, 8, 32768},
       {"Qwen3-235B", 4096, 1536, 128, 8, 8192},
       {"Mixtral", 4096, 14336, 8, 2, 16384},
+      {"GPT-OSS-120B", 2880, 2880, 128, 4, 16384, ActivationKind::swiglu_clamped, true},
+      {"DeepSeek-V3", 7168, 2048, 64, 8, 8192},
   };
-  if (quick) cases.resize(1);
-  std::printf("%-12s %4s %9s %9s %8s %8s %8s %8s %9s\n", "shape", "cols", "fwd ms", "fwd+bwd", "R TF/s", "fwd TF/s", "f+b TF/s", "fwd/R", "f+b/R");
+  cases.back().shared = 1, cases.back().shared_width = 2048;
+  std::string rows;
+  if (!shapes.empty()) {
+    std::erase_if(cases,
+                  [&](const Case& c) { return std::find(shapes.begin(), shapes.end(), c.name) == shapes.end(); });
+  }
+  std::printf("%-12s %4s %9s %9s %8s %8s %8s %8s %9s\n", "shape", "cols", "fwd ms", "fwd+bwd", "R TF/s", "fwd TF/s",
+              "f+b TF/s", "fwd/R", "f+b/R");
   for (Case c : cases) {
-    for (int columns : {128, 64}) {
-      if (columns == 64 && c.name != "fine") continue;
+    for (int columns : widths) {
       c.columns = columns;
       Bench bench(c);
       auto run = bench.make_run();
@@ -536,31 +582,76 @@ void time_all(bool forward_only, bool quick) {
       const double forward = median_ms([&] { sm90_run_pass(run.forward, 0, nullptr); }, 9);
       const double backward = forward_only ? 0 : median_ms([&] { sm90_run_pass(run.backward, 0, nullptr); }, 9);
       const double after = dense_rate(bench, c.tokens * c.top_k, c.hidden, c.width);
-      const double rate = (before + after) / 2, flops = 6.0 * c.tokens * c.top_k * c.hidden * c.width * 1e-9;
-      std::printf("%-12s %4d %9.3f %9.3f %8.0f %8.0f %8.0f %8.3f %9.3f\n", c.name.c_str(), columns, forward, forward + backward, rate,
-                  flops / forward, forward_only ? 0.0 : 3 * flops / (forward + backward), flops / forward / rate,
-                  forward_only ? 0.0 : 3 * flops / (forward + backward) / rate);
+      const double rate = (before + after) / 2;
+      const double flops = 6.0 * c.tokens * c.hidden * (c.top_k * c.width + c.shared * c.shared_width) * 1e-9;
+      std::printf("%-12s %4d %9.3f %9.3f %8.0f %8.0f %8.0f %8.3f %9.3f\n", c.name.c_str(), columns, forward,
+                  forward + backward, rate, flops / forward, forward_only ? 0.0 : 3 * flops / (forward + backward),
+                  flops / forward / rate, forward_only ? 0.0 : 3 * flops / (forward + backward) / rate);
+      const double saved =
+          2.0 * 2 * c.tokens * (c.top_k * c.width + c.shared * c.shared_width) + 12.0 * c.tokens * c.top_k;
+      char row[640];
+      std::snprintf(
+          row, sizeof row,
+          "    {\"shape\": \"%s\", \"hidden_size\": %lld, \"intermediate_size\": %lld, \"num_experts\": %d, \"top_k\": "
+          "%d, "
+          "\"tokens\": %lld, \"ranks\": 1, \"routing\": \"balanced\", \"tile_columns\": %d, \"forward_ms\": %.3f, "
+          "\"forward_backward_ms\": %.3f, \"fraction_of_dense\": {\"forward\": %.3f, \"forward_backward\": %.3f}, "
+          "\"saved_bytes\": %.0f, \"rivals\": {}}",
+          c.name.c_str(), (long long)c.hidden, (long long)c.width, c.experts, c.top_k, (long long)c.tokens, columns,
+          forward, forward + backward, flops / forward / rate, 3 * flops / (forward + backward) / rate, saved);
+      rows += (rows.empty() ? "" : ",\n") + std::string(row);
       print_trace(bench, run.forward, "forward");
       if (!forward_only) print_trace(bench, run.backward, "backward");
       std::fflush(stdout);
     }
   }
+  if (json.file.empty()) return;
+  cudaDeviceProp device;
+  check(cudaGetDeviceProperties(&device, 0), "device");
+  char date[16];
+  const std::time_t now = std::time(nullptr);
+  std::strftime(date, sizeof date, "%Y-%m-%d", std::gmtime(&now));
+  std::FILE* out = std::fopen(json.file.c_str(), "w");
+  if (!out) throw Error(Status::invalid_argument, json.file + " cannot be written");
+  // Saved: the pre-activation and the routing table; x stays where the caller has it.
+  std::fprintf(out,
+               "{\n  \"gpu\": \"%s\",\n  \"date\": \"%s\",\n  \"commit\": \"%s\",\n  \"command\": \"%s\",\n  \"rows\": "
+               "[\n%s\n  ]\n}\n",
+               device.name, date, json.commit.c_str(), json.command.c_str(), rows.c_str());
+  std::fclose(out);
 }
 
 }  // namespace
 
 int main(int count, char** arguments) {
-  bool do_check = false, do_time = false, forward_only = false, quick = false;
+  bool do_check = false, do_time = false, forward_only = false;
+  std::vector<std::string> shapes;
+  std::vector<int> widths;
+  Json json;
+  json.command = "pass_workbench";
+  for (int i = 1; i < count; ++i) json.command += std::string(" ") + arguments[i];
   for (int i = 1; i < count; ++i) {
-    do_check |= !std::strcmp(arguments[i], "check");
-    do_time |= !std::strcmp(arguments[i], "time");
-    forward_only |= !std::strcmp(arguments[i], "forward");
-    quick |= !std::strcmp(arguments[i], "quick");
+    const std::string argument = arguments[i];
+    if (argument == "json" && i + 2 < count) {
+      json.file = arguments[++i], json.commit = arguments[++i];
+      continue;
+    }
+    if (argument == "check")
+      do_check = true;
+    else if (argument == "time")
+      do_time = true;
+    else if (argument == "forward")
+      forward_only = true;
+    else if (argument == "128" || argument == "192")
+      widths.push_back(std::stoi(argument));
+    else
+      shapes.push_back(argument);
   }
+  if (widths.empty()) widths = {192};
   try {
     int wrong = 0;
     if (do_check) wrong = check_all(forward_only), std::printf("%d wrong\n", wrong);
-    if (do_time) time_all(forward_only, quick);
+    if (do_time) time_all(forward_only, shapes, widths, json);
     return wrong != 0;
   } catch (const Error& error) {
     std::printf("FAILED: %s\n", error.what());

@@ -199,7 +199,7 @@ TEST(CudaCases, G5_ManyExpertsOfSuchWidths) {
   for (const std::int64_t n : {40, 128, 768, 2880}) {
     const LayerConfig c = plain(n == 768 ? 1024 : 256, n, n > 128 ? 16 : 128, 1);
     const Problem p = random_problem(c, 256, 12);
-    for (const int columns : {64, 128}) {
+    for (const int columns : {128, 192}) {
       RunOptions options = on_gpu();
       options.tile_columns = columns;
       expect_right(p, run_gpu(p, options), options, "N = " + std::to_string(n));

@@ -138,6 +138,8 @@ struct Placement {
   Extras extras;           // behind `kept`
   ForwardWorkspace forward;
   BackwardWorkspace backward;
+  // Behind them the routed rows of x (and dY) one after the other, as the copy engine reads them.
+  std::uint64_t forward_packed_x, backward_packed_x, backward_packed_dy;
   schedule::CounterMap counters;
   BufferSizes sizes;
 };
@@ -161,9 +163,9 @@ class CudaLayer final : public DeviceLayer {
     if (major != 9 || minor != 0) {
       unsupported("device cuda: got a GPU of compute capability " + std::to_string(major) + "." + std::to_string(minor) + ", accepted is 9.0 (Hopper)");
     }
-    const std::int32_t columns = plan.options.tile_columns == 0 ? 128 : plan.options.tile_columns;
-    if (columns != 64 && columns != 128) {
-      throw Error(Status::invalid_argument, "tile_columns: got " + std::to_string(columns) + ", accepted on device cuda are 0, 64 and 128");
+    const std::int32_t columns = plan.options.tile_columns == 0 ? 192 : plan.options.tile_columns;
+    if (columns != 128 && columns != 192) {
+      throw Error(Status::invalid_argument, "tile_columns: got " + std::to_string(columns) + ", accepted on device cuda are 0, 128 and 192");
     }
     tile_ = executors::cuda::sm90_tile_shape(columns, config_.activation.gated() ? 2 : 1);
     for (std::size_t s = 0; s < shared_count_; ++s) gated_ |= std::uint32_t(config_.shared_experts[s].gated) << s;
@@ -202,7 +204,7 @@ class CudaLayer final : public DeviceLayer {
     auto place_list = [&](const std::vector<void*>& list) { return list.empty() ? none : place(list.data(), list.size() * sizeof(void*)); };
     auto place_maps = [&](const std::vector<void*>& list, std::int64_t rows, std::int64_t columns, bool of_gate_up) {
       if (list.empty() || pointers.dtype != DataType::bfloat16) return none;
-      const auto maps = executors::cuda::sm90_expert_maps(list.data(), experts, rows, columns, tile_, of_gate_up);
+      const auto maps = executors::cuda::sm90_expert_maps(list.data(), experts, rows, columns, of_gate_up);
       return place(maps.data(), maps.size());
     };
     const std::size_t offsets[6] = {place_list(pointers.gate_up_proj), place_list(pointers.gate_up_bias),
@@ -242,6 +244,7 @@ class CudaLayer final : public DeviceLayer {
     const auto& map = place->counters;
     data.counters = {at<unsigned long long>(workspace, scratch.local_counters), at<unsigned long long>(workspace, scratch.arrivals),
                      at<unsigned long long>(workspace, scratch.router_scratch)};
+    data.packed_x = at<bfloat16>(workspace, place->forward_packed_x);
     auto& routed = data.groups[0];
     routed.activated = at<bfloat16>(workspace, scratch.activated);
     routed.pre_activation = keep ? at<bfloat16>(saved, kept.pre_activation) : nullptr;
@@ -323,6 +326,9 @@ class CudaLayer final : public DeviceLayer {
       data.d_topk_weights = d_weights;
       data.d_shared_gates = gates ? d_gates : nullptr;
       place_backward(data, geometry, gradients, saved, kept, workspace, scratch);
+      const auto& sizes = data.pass.sizes;
+      if (sizes.recompute || sizes.want_gate_up_wgrad) data.packed_x = at<bfloat16>(workspace, place->backward_packed_x);
+      data.packed_dy = at<bfloat16>(workspace, place->backward_packed_dy);
       executors::cuda::sm90_run_pass(data, plan_.options.workers, stream);
     } else {
       zero_gradients(gradients, stream);
@@ -370,7 +376,11 @@ class CudaLayer final : public DeviceLayer {
     made->forward = ForwardWorkspace::of(geometry, scratch_bytes(tokens));
     made->backward = BackwardWorkspace::of(geometry, scratch_bytes(tokens));
     made->counters = schedule::CounterMap::of(geometry.sizes);
-    made->sizes = {made->extras.size, std::max(made->forward.size, made->backward.size),
+    const std::uint64_t packed = (2 * std::uint64_t(geometry.rows()) * geometry.config.hidden_size + 255) / 256 * 256;
+    made->forward_packed_x = (made->forward.size + 255) / 256 * 256;
+    made->backward_packed_x = (made->backward.size + 255) / 256 * 256;
+    made->backward_packed_dy = made->backward_packed_x + packed;
+    made->sizes = {made->extras.size, std::max(made->forward_packed_x + packed, made->backward_packed_dy + packed),
                    made->kept.formula + ", and " + std::to_string(made->extras.size - made->kept.size) + " bytes of gates and counters"};
     placement_ = made;
     return made;

@@ -141,7 +141,7 @@ TEST(CudaLayer, ExpertsThatLieApartGiveTheSameBits) {
     c.options.bound = false;
     c.options.recompute = n % 2;
     if (n == 6) c.problem.upstream.y.clear();
-    for (const int columns : {64, 128}) {
+    for (const int columns : {128, 192}) {
       c.options.tile_columns = columns;
       const Results stacked = run_gpu(c.problem, c.options);
       RunOptions apart = c.options;
@@ -257,9 +257,9 @@ TEST(CudaLayer, SameBitsForAnyBudgetTileWidthAndTime) {
       expect_identical(one, run_gpu(c.problem, options), std::to_string(workers) + " SMs");
     }
     RunOptions options = c.options;
-    options.tile_columns = 64;
-    expect_identical(one, run_gpu(c.problem, options), "tiles of 64 columns");
     options.tile_columns = 128;
+    expect_identical(one, run_gpu(c.problem, options), "tiles of 128 columns");
+    options.tile_columns = 192;
     options.recompute = !options.recompute;
     expect_identical(one, run_gpu(c.problem, options), "recomputed or not");
     for (int again = 0; again < (n == 0 ? 20 : 3); ++again) expect_identical(one, run_gpu(c.problem, c.options), "again");
@@ -645,7 +645,7 @@ TEST(CudaLayer, SaysWhatItCannotDo) {
   expect_error(Status::unsupported, "bfloat16", [&] { Plan::create(wide, options); });
   PlanOptions tiles = options;
   tiles.tile_columns = 256;
-  expect_error(Status::invalid_argument, "64 and 128", [&] { Plan::create(config, tiles); });
+  expect_error(Status::invalid_argument, "128 and 192", [&] { Plan::create(config, tiles); });
 
   // Rows move 16 bytes at a time: other places are refused by name, before anything is launched.
   arena().reset();

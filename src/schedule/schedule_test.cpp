@@ -99,6 +99,7 @@ Sizes random_sizes(Random& random, const Routing& routing) {
   s.tile.wgrad_columns = one_of(random, {32, 64, 128, 256});
   s.tile.token_block = one_of(random, {1, 16, 64});
   s.tile.group_blocks = one_of(random, {1, 2, 3, 32, 1 << 30});
+  s.tile.raster_blocks = one_of(random, {0, 0, 1, 2, 5, 64});
   if (s.direction == Direction::backward) {
     s.recompute = random() % 2;
     s.want_dx = s.ranks > 1 || random() % 4;

@@ -25,6 +25,7 @@ struct Pipeline {
   static constexpr int max_stages = 3;  // loops run over all: a stage that is not there has no columns
   std::int64_t blocks = 0;               // row blocks
   std::int64_t group = 1;                // blocks of a group
+  std::int64_t raster = 1;               // of these, blocks whose columns come together
   Stage stage[max_stages] = {};
   std::int64_t columns[max_stages] = {}; // column tiles per block
 
@@ -40,7 +41,8 @@ struct Pipeline {
     for (int i = 0; i < max_stages; ++i) tiles += columns[i] * min_of(max_of(s - i, 0) * group, blocks);
     return tiles;
   }
-  // Within a group: column by column, so that the blocks of one expert read the same weights together.
+  // Within a group: some blocks at a time, and those column by column, so that the blocks of one expert read the same
+  // weights together, and the tiles of one block, which read the same rows, are not far apart either.
   MOELITH_HD void decode(std::int64_t index, Stage& out_stage, std::int64_t& block, std::int32_t& column) const {
     // The segment, if all of them were as long as those in the middle; then a few steps to the right one.
     std::int64_t lead = 0;
@@ -53,9 +55,12 @@ struct Pipeline {
       const std::int64_t first = (segment - i) * group;
       const std::int64_t count = segment < i ? 0 : min_of(group, max_of(blocks - first, 0));
       if (index < count * columns[i]) {
+        const std::int64_t before = quotient(index, raster * columns[i]) * raster;
+        const std::int64_t together = min_of(raster, count - before);
+        index -= before * columns[i];
         out_stage = stage[i];
-        block = first + remainder_of(index, count);
-        column = static_cast<std::int32_t>(quotient(index, count));
+        block = first + before + remainder_of(index, together);
+        column = static_cast<std::int32_t>(quotient(index, together));
         return;
       }
       index -= count * columns[i];
@@ -69,6 +74,7 @@ MOELITH_HD inline Pipeline pipeline_of(const Pass& pass, std::int32_t slot) {
   Pipeline p;
   p.blocks = sizes.is_shared(slot) ? ceil_div(*pass.layout.valid_tokens, sizes.tile.row_block) : pass.routed_blocks();
   p.group = sizes.tile.group_blocks;
+  p.raster = sizes.tile.raster_blocks > 0 ? min_of(sizes.tile.raster_blocks, p.group) : p.group;
   const bool forward = sizes.direction == Direction::forward;
   p.stage[0] = Stage::gate_up;
   p.columns[0] = forward || sizes.recompute ? sizes.gate_up_tiles(slot) : 0;
@@ -77,6 +83,17 @@ MOELITH_HD inline Pipeline pipeline_of(const Pass& pass, std::int32_t slot) {
   p.stage[2] = Stage::gate_up_dgrad;
   p.columns[2] = !forward && sizes.want_dx ? sizes.hidden_tiles() : 0;
   return p;
+}
+
+// A routed tile of row block `block`, counted over all routed experts.
+MOELITH_HD inline Tile routed_tile(const Pass& pass, Stage stage, std::int64_t block, std::int32_t column) {
+  const std::int64_t* block_begin = pass.layout.block_begin;
+  std::int32_t low = 0, high = pass.sizes.local_experts;  // the last expert with block_begin <= block has that block
+  while (high - low > 1) {
+    const std::int32_t middle = (low + high) >> 1;
+    if (block_begin[middle] <= block) low = middle; else high = middle;
+  }
+  return {stage, low, block - block_begin[low], column};
 }
 
 // Weight and bias gradient tiles of one expert slot, in this order.
@@ -209,18 +226,11 @@ MOELITH_HD inline Tile tile_at(const Pass& pass, std::int64_t index) {
   if (sizes.local_experts > 0) {
     const Pipeline p = pipeline_of(pass, 0);
     if (index < p.size()) {
-      Tile tile{Stage::gate_up, 0, 0, 0};
+      Stage stage = Stage::gate_up;
       std::int64_t block = 0;
-      p.decode(index, tile.stage, block, tile.column_block);
-      const std::int64_t* block_begin = pass.layout.block_begin;
-      std::int32_t low = 0, high = sizes.local_experts;  // the last expert with block_begin <= block has that block
-      while (high - low > 1) {
-        const std::int32_t middle = (low + high) >> 1;
-        if (block_begin[middle] <= block) low = middle; else high = middle;
-      }
-      tile.expert = low;
-      tile.row_block = block - block_begin[low];
-      return tile;
+      std::int32_t column = 0;
+      p.decode(index, stage, block, column);
+      return routed_tile(pass, stage, block, column);
     }
     index -= p.size();
   }

@@ -33,9 +33,9 @@ struct ExpertTensors {
 
 // A weight gradient to be written, or added to; with neither pointer it is not wanted.
 struct GradientTarget {
-  void* data = nullptr;            // stacked,
-  void* const* apart = nullptr;    // or [experts] pointers, in device memory
-  bool is_float = false;           // float32, otherwise bfloat16
+  void* data = nullptr;          // stacked,
+  void* const* apart = nullptr;  // or [experts] pointers, in device memory
+  bool is_float = false;         // float32, otherwise bfloat16
   bool accumulate = false;
 
   MOELITH_HD explicit operator bool() const { return data || apart; }
@@ -50,21 +50,21 @@ struct GradientTarget {
 // Experts of one width: group 0 are the L routed experts, group 1 + s is shared expert s. Row r of the group (a routed
 // row, or a token of the shared expert) is at base + r * width of that tensor.
 struct ExpertGroup {
-  std::int32_t experts = 0;  // L, or 1
-  std::int64_t width = 0;    // I
-  ExpertTensors gate_up_proj;               // [F I, H] of each
-  ExpertTensors gate_up_bias;               // [F I], or none
-  ExpertTensors down_proj;                  // [H, I]
-  ExpertTensors down_bias;                  // [H], or none
+  std::int32_t experts = 0;    // L, or 1
+  std::int64_t width = 0;      // I
+  ExpertTensors gate_up_proj;  // [F I, H] of each
+  ExpertTensors gate_up_bias;  // [F I], or none
+  ExpertTensors down_proj;     // [H, I]
+  ExpertTensors down_bias;     // [H], or none
   // Tensor maps of projections that lie apart, in device memory, as sm90_expert_maps makes them.
   const void* gate_up_maps = nullptr;
   const void* down_maps = nullptr;
-  bfloat16* pre_activation = nullptr;       // [rows, F I]; null in a forward that saves nothing
-  bfloat16* activated = nullptr;            // [rows, I]: act (forward), weighted act (backward; null: not wanted)
-  bfloat16* d_pre_activation = nullptr;     // [rows, F I], backward; null: not wanted
-  bfloat16* slots = nullptr;                // [T k, H] by route, or [T, H]: what combine sums
-  float* dprob = nullptr;                   // [T k, dprob_groups], or [T, dprob_groups], backward
-  std::int32_t dprob_groups = 0;            // one for each 64 columns, and one for the bias of down_proj, last
+  bfloat16* pre_activation = nullptr;    // [rows, F I]; null in a forward that saves nothing
+  bfloat16* activated = nullptr;         // [rows, I]: act (forward), weighted act (backward; null: not wanted)
+  bfloat16* d_pre_activation = nullptr;  // [rows, F I], backward; null: not wanted
+  bfloat16* slots = nullptr;             // [T k, H] by route, or [T, H]: what combine sums
+  float* dprob = nullptr;                // [T k, dprob_groups], or [T, dprob_groups], backward
+  std::int32_t dprob_groups = 0;         // one for each 64 columns, and one for the bias of down_proj, last
   GradientTarget gate_up_grad, gate_up_bias_grad, down_grad, down_bias_grad;
 };
 
@@ -72,8 +72,8 @@ struct ExpertGroup {
 struct PassCounters {
   unsigned long long* local = nullptr;     // [CounterMap::local_size]
   unsigned long long* arrivals = nullptr;  // [CounterMap::arrivals_size]
-  unsigned long long* control = nullptr;   // [control_counters]: next tile, blocks that have finished
-  static constexpr int control_counters = 2;
+  unsigned long long* control = nullptr;  // [control_counters]: next tile, blocks that have finished, next rows to pack
+  static constexpr int control_counters = 3;
 };
 
 // Why a pass gave up, written to host-visible memory; stage -1: it did not.
@@ -83,47 +83,51 @@ struct PassError {
 
 // What one computing warpgroup did with one tile.
 struct TileEvent {
-  std::uint64_t end_ns;        // when it was done
-  std::uint32_t wait_cycles;   // from the tile before it until this one was there,
+  std::uint64_t end_ns;                         // when it was done
+  std::uint32_t wait_cycles;                    // from the tile before it until this one was there,
   std::uint32_t multiply_cycles, write_cycles;  // waiting for the other warpgroup's products included
   std::int32_t stage, expert, row_block, column_block;
 };
 
 struct PassData {
-  schedule::Pass pass;                      // ranks == 1
+  schedule::Pass pass;  // ranks == 1
   PassCounters counters;
-  PassError* error = nullptr;               // host-visible, or null
+  PassError* error = nullptr;  // host-visible, or null
   unsigned long long wait_limit_ns = 10'000'000'000ull;
-  TileEvent* trace = nullptr;               // [blocks, 2, trace_room], zeroed by the caller; null: no timeline
+  TileEvent* trace = nullptr;  // [blocks, 2, trace_room], zeroed by the caller; null: no timeline
   std::int32_t trace_room = 0;
   numerics::Activation activation;
-  bool weight_after_down = true;            // of the routed experts
-  std::int64_t total_rows = 0;              // rows that the routed groups' tensors have room for (T k)
+  bool weight_after_down = true;  // of the routed experts
+  std::int64_t total_rows = 0;    // rows that the routed groups' tensors have room for (T k)
 
-  const bfloat16* x = nullptr;              // [T, H] at a row stride (a multiple of 8)
+  const bfloat16* x = nullptr;  // [T, H] at a row stride (a multiple of 8)
   std::int64_t x_stride = 0;
-  const bfloat16* dy = nullptr;             // backward
+  const bfloat16* dy = nullptr;  // backward
   std::int64_t dy_stride = 0;
-  const std::int32_t* topk_ids = nullptr;   // [T, k], -1: empty
-  const float* topk_weights = nullptr;      // [T, k]
-  const float* shared_gates = nullptr;      // [T, S], or null: all 1
-  bfloat16* out = nullptr;                  // y or dx, [T, H]; null in backward: not wanted
+  bfloat16* packed_x = nullptr;   // [total_rows, H]: the routed rows of x; backward: null when neither gate_up runs
+                                  // again nor its weight gradient is wanted
+  bfloat16* packed_dy = nullptr;  // [total_rows, H], backward
+  const std::int32_t* topk_ids = nullptr;  // [T, k], -1: empty
+  const float* topk_weights = nullptr;     // [T, k]
+  const float* shared_gates = nullptr;     // [T, S], or null: all 1
+  bfloat16* out = nullptr;                 // y or dx, [T, H]; null in backward: not wanted
   std::int64_t out_stride = 0;
-  float* d_topk_weights = nullptr;          // [T, k], backward
-  float* d_shared_gates = nullptr;          // [T, S], backward; null without gates
+  float* d_topk_weights = nullptr;  // [T, k], backward
+  float* d_shared_gates = nullptr;  // [T, S], backward; null without gates
   ExpertGroup groups[1 + schedule::max_shared_experts];
 };
 
-// Tile shapes of the sm_90a executor for output tiles of `columns` columns (64 or 128). The Layout of a call depends
-// on row_block alone.
+// Tile shapes of the sm_90a executor for products of `columns` columns a block (128 or 192); a tile is shared by two
+// blocks. The Layout of a call depends on row_block alone.
 schedule::TileShape sm90_tile_shape(int columns, int gate_up_factor);
 
 // Tensor maps of `experts` tensors [rows, columns] that lie apart, to be copied to device memory (aligned to 64 bytes)
-// for ExpertGroup: of gate_up_proj, or of down_proj. tile: of the passes that are to use them. Throws Error(device_error).
-std::vector<std::byte> sm90_expert_maps(const void* const* tensors, std::int32_t experts, std::int64_t rows, std::int64_t columns,
-                                        const schedule::TileShape& tile, bool of_gate_up);
+// for ExpertGroup: of gate_up_proj, or of down_proj.  Throws Error(device_error).
+std::vector<std::byte> sm90_expert_maps(const void* const* tensors, std::int32_t experts, std::int64_t rows,
+                                        std::int64_t columns, bool of_gate_up);
 
-// Launches the persistent kernel of the pass on `stream` (a cudaStream_t), on at most `blocks` SMs (0: all).
+// Launches the persistent kernel of the pass on `stream` (a cudaStream_t), on at most `blocks` SMs (0: all; at
+// least 2, and an even number).
 // pass.sizes.tile must be sm90_tile_shape(columns, gate_up_factor). Throws Error(device_error).
 void sm90_run_pass(const PassData& data, int blocks, void* stream);
 

@@ -1,6 +1,6 @@
-// What a computing warpgroup does with a tile's sums. Every warp has its own 16 rows of each 64-row block and moves them
-// through its own 2 KiB of shared memory, from the layout of product() to 16-byte pieces of rows; so no warp waits for
-// another. A step is one such pass: 16 rows by 128 bytes.
+// What a computing warpgroup does with a tile's sums. Every warp has its own 16 rows of each 64-row block and moves
+// them through its own 2 KiB of shared memory, from the layout of product() to 16-byte pieces of rows; so no warp waits
+// for another. A step is one such pass: 16 rows by 128 bytes.
 #pragma once
 
 #include "executors/cuda/sm90_multiply.cuh"
@@ -15,13 +15,20 @@ template <int Count, class F>
 __device__ __forceinline__ void with_constant(int step, F&& f) {
   [&]<int... I>(std::integer_sequence<int, I...>) {
     ((step == I ? (f(std::integral_constant<int, I>{}), true) : false) || ...);
-  }(std::make_integer_sequence<int, Count>{});
+  }
+  (std::make_integer_sequence<int, Count>{});
 }
 
-__device__ __forceinline__ uint4 load_16(const bf16* source) { return *reinterpret_cast<const uint4*>(source); }
-__device__ __forceinline__ void store_16(bf16* destination, uint4 value) { *reinterpret_cast<uint4*>(destination) = value; }
+__device__ __forceinline__ uint4 load_16(const bf16* source) { return __ldca(reinterpret_cast<const uint4*>(source)); }
+// The compiler does not know that pointers from shared memory are to global memory.
+__device__ __forceinline__ void store_16(bf16* destination, uint4 v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(destination), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
 // Written by other SMs in this launch: past the first-level cache.
-__device__ __forceinline__ uint4 load_16_shared_by_sms(const bf16* source) { return __ldcg(reinterpret_cast<const uint4*>(source)); }
+__device__ __forceinline__ uint4 load_16_shared_by_sms(const bf16* source) {
+  return __ldcg(reinterpret_cast<const uint4*>(source));
+}
 
 // 8 bfloat16 values, as pairs.
 struct Words {
@@ -42,19 +49,21 @@ __device__ __forceinline__ uint4 pack(const float (&f)[8]) {
 }
 __device__ __forceinline__ void round_all(float (&f)[8]) { unpack(pack(f), f); }
 
-// `Count` bias values, of which `columns` exist, into the warp's shared memory as bfloat16.
-template <int Count>
-__device__ __forceinline__ void stage_bias(std::uint32_t staging, const bf16* bias, std::int64_t columns, int lane) {
+// Bias of the first `columns` of a product's N columns (0 for the others) into the warp's shared memory as bfloat16;
+// place(c): where that of columns c and c + 1 is.
+template <int N, class Place>
+__device__ __forceinline__ void stage_bias(std::uint32_t staging, int columns, int lane, Place&& place) {
 #pragma unroll 1
-  for (int pair = lane; pair < Count / 2; pair += 32) {
-    const std::uint32_t packed = 2 * pair < columns ? __ldg(reinterpret_cast<const std::uint32_t*>(bias) + pair) : 0;
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(staging + pair * 4), "r"(packed) : "memory");
+  for (int c = 2 * lane; c < N; c += 64) {
+    const std::uint32_t packed = c < columns ? __ldg(reinterpret_cast<const std::uint32_t*>(place(c))) : 0;
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(staging + c * 2), "r"(packed) : "memory");
   }
 }
 
 // Sums rounded to bfloat16: half the registers. Word 2 g + h of a block: columns of 8-column group g, rows 8 h below.
 template <int N>
 struct RoundedSums {
+  static constexpr int slabs = N / 64;  // of 64 columns
   std::uint32_t word[2][N / 4];
 
   __device__ __forceinline__ explicit RoundedSums(const Sums<N>& sums) {
@@ -69,8 +78,8 @@ struct RoundedSums {
   }
 };
 
-// Adds the bias of all N columns, which lies in the warp's shared memory. One 8-column group after the other: there are no
-// registers to have more of them under way.
+// Adds the bias of all N columns, which lies in the warp's shared memory. One 8-column group after the other: there are
+// no registers to have more of them under way.
 template <int N>
 __device__ __forceinline__ void add_staged_bias(Sums<N>& sums, std::uint32_t staging, int lane) {
   __syncwarp();
@@ -92,7 +101,8 @@ __device__ __forceinline__ void add_staged_bias(Sums<N>& sums, std::uint32_t sta
 // 8-column groups First .. First + 2 Pairs - 1 of block M into 16-byte pieces `piece` and following of the warp's rows.
 // Piece c of row r lies at r * 128 + ((c ^ (r & 7)) * 16).
 template <int M, int First, int Pairs, int N>
-__device__ __forceinline__ void deposit_rounded(const RoundedSums<N>& sums, std::uint32_t staging, int piece, int lane) {
+__device__ __forceinline__ void deposit_rounded(const RoundedSums<N>& sums, std::uint32_t staging, int piece,
+                                                int lane) {
   const int row = (lane % 8) + (lane / 8 % 2) * 8;
 #pragma unroll
   for (int pair = 0; pair < Pairs; ++pair) {
@@ -136,27 +146,36 @@ struct Warp {
   }
 };
 
-// Writes rounded sums 64 columns at a time: row r of the tile to `place(r)`, where its first column goes. `columns`: how many
-// columns of the tile exist.
+// Puts 64 columns of block m (slab: from column 64 * slab) into the warp's shared memory.
+template <int N>
+__device__ __forceinline__ void deposit_slab(const RoundedSums<N>& sums, int m, int slab, const Warp& warp) {
+  constexpr int slabs = RoundedSums<N>::slabs;
+  with_constant<2 * slabs>(m * slabs + slab, [&](auto constant) {
+    deposit_rounded<constant.value / slabs, constant.value % slabs * 8, 4>(sums, warp.staging, 0, warp.lane);
+  });
+  __syncwarp();
+}
+
+// Writes rounded sums 64 columns at a time: row r of the tile to `place(r)`, where its first column goes. `columns`:
+// how many columns of the tile exist.
 template <int N, class Place>
-__device__ __forceinline__ void store_rounded(const RoundedSums<N>& sums, int rows, int columns, const Warp& warp, Place&& place) {
-  constexpr int slabs = N / 64;
-  const int steps = (rows > 64 ? 2 : 1) * slabs, lane = warp.lane, piece = lane % 8;
+__device__ __forceinline__ void store_rounded(const RoundedSums<N>& sums, int rows, int columns, const Warp& warp,
+                                              Place&& place) {
+  const int lane = warp.lane, piece = lane % 8;
 #pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
-    with_constant<2 * slabs>(step, [&](auto constant) {
-      constexpr int m = constant.value / slabs, slab = constant.value % slabs;
-      deposit_rounded<m, slab * 8, 4>(sums, warp.staging, 0, lane);
-    });
-    __syncwarp();
-    const int first_row = step / slabs * 64 + warp.index * 16, column = step % slabs * 64 + piece * 8;
+  for (int m = 0; m * 64 < rows; ++m) {
+#pragma unroll 1
+    for (int slab = 0; slab * 64 < columns; ++slab) {
+      deposit_slab(sums, m, slab, warp);
+      const int first_row = m * 64 + warp.index * 16, column = slab * 64 + piece * 8;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int r = lane / 8 + 4 * i, row = first_row + r;
-      const uint4 v = staged_piece(warp.staging, r, piece);
-      if (row < rows && column < columns) store_16(place(row) + column, v);
+      for (int i = 0; i < 4; ++i) {
+        const int r = lane / 8 + 4 * i, row = first_row + r;
+        const uint4 v = staged_piece(warp.staging, r, piece);
+        if (row < rows && column < columns) store_16(place(row) + column, v);
+      }
+      __syncwarp();
     }
-    __syncwarp();
   }
 }
 
@@ -164,176 +183,210 @@ __device__ __forceinline__ void store_rounded(const RoundedSums<N>& sums, int ro
 
 // slots[row_index[r], column ..] = rounded (sum + bias); bias: of the tile's first column, or null
 template <int N>
-__device__ __forceinline__ void rows_to_slots(Sums<N>& sums, const Work& work, const bf16* bias, bf16* slots, std::int64_t hidden,
-                                     const Warp& warp) {
+__device__ __forceinline__ void rows_to_slots(Sums<N>& sums, const Work& work, const bf16* bias, bf16* slots,
+                                              std::int64_t hidden, const Warp& warp) {
   if (bias) {
-    stage_bias<N>(warp.staging, bias, hidden - work.column, warp.lane);
+    stage_bias<N>(warp.staging, work.columns, warp.lane, [&](int column) { return bias + column; });
     add_staged_bias(sums, warp.staging, warp.lane);
   }
-  store_rounded(RoundedSums<N>(sums), work.rows, static_cast<int>(hidden - work.column), warp,
+  store_rounded(RoundedSums<N>(sums), work.rows, work.columns, warp,
                 [&](int row) { return slots + work.row_index[row] * hidden + work.column; });
 }
 
 // --- gate_up ---------------------------------------------------------------------------------------------------------
 
-// The first N / 2 columns of the sums are gate columns, the others the up columns that belong to them; without a gate the
-// others are the next N / 2 columns.
+// Of each 64 columns of the sums, 32 are gate columns and 32 the up columns that belong to them; without a gate all are
+// columns of the output.
 template <int N>
 __device__ __forceinline__ void activate_rows(const PassData& data, Sums<N>& sums, const Work& work, const Warp& warp) {
-  constexpr int slabs = N / 64;  // of 32 gate and 32 up columns
   const schedule::Sizes& sizes = data.pass.sizes;
   const ExpertGroup& tensors = data.groups[work.group];
   const bool gated = sizes.gate_up_factor == 2, forward = sizes.direction == schedule::Direction::forward;
   const std::int64_t width = tensors.width, pre_width = sizes.gate_up_factor * width;
-  const std::int64_t second = gated ? width : N / 2;  // from a gate column of z to its partner
+  const std::int64_t second = gated ? width : 32;  // from a column of z to its partner
+  const int slab_columns = gated ? 32 : 64;
   const bool weighted = work.group == 0 && !data.weight_after_down;
-  const int steps = (work.rows > 64 ? 2 : 1) * slabs, lane = warp.lane;
+  const int lane = warp.lane;
   if (tensors.gate_up_bias) {
     const bf16* bias = tensors.gate_up_bias.of(work.expert, pre_width) + work.column;
-    const std::int64_t columns = width - work.column;
-    stage_bias<N / 2>(warp.staging, bias, columns, lane);
-    stage_bias<N / 2>(warp.staging + N, bias + second, columns - (gated ? 0 : N / 2), lane);
+    const int last = work.columns % 32, whole = work.columns - last;  // a slab that is cut has zeros in its middle
+    stage_bias<N>(warp.staging, gated ? (last ? 2 * whole + 64 : 2 * whole) : work.columns, lane, [&](int c) {
+      if (!gated) return bias + c;
+      const int inside = c / 64 * 32 + c % 32;  // beyond the last column any value will do
+      return (c % 64 < 32 ? bias : bias + width) + (inside < work.columns ? inside : 0);
+    });
     add_staged_bias(sums, warp.staging, lane);
   }
   const RoundedSums<N> rounded(sums);
+  bf16 *const z = tensors.pre_activation, *const activated =
+                                              forward ? tensors.activated : nullptr;  // recomputing: z alone
+  const int octet = lane % 4, columns = work.columns;
+  numerics::with_activation_kind(data.activation.kind, [&]<ActivationKind Kind>() {
+    constexpr bool pairs = Kind != ActivationKind::relu_squared;  // of gate and up
 #pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
-    with_constant<2 * slabs>(step, [&](auto constant) {
-      constexpr int m = constant.value / slabs, slab = constant.value % slabs;
-      deposit_rounded<m, slab * 4, 2>(rounded, warp.staging, 0, lane);
-      deposit_rounded<m, N / 16 + slab * 4, 2>(rounded, warp.staging, 4, lane);
-    });
-    __syncwarp();
-    const int first_row = step / slabs * 64 + warp.index * 16, octet = lane % 4;
-    const std::int64_t column = work.column + step % slabs * 32 + octet * 8;
-#pragma unroll 1
-    for (int i = 0; i < 2; ++i) {
-      const int r = lane / 4 + 8 * i, row = first_row + r;
-      Words first(staged_piece(warp.staging, r, octet)), other(staged_piece(warp.staging, r, 4 + octet));
-      if (row >= work.rows || column >= width) continue;
-      const bool has_second = gated || column + N / 2 < width;
-      const std::int64_t at = work.row_begin + row;
-      if (tensors.pre_activation) {
-        bf16* z = tensors.pre_activation + at * pre_width + column;
-        store_16(z, first.all());
-        if (has_second) store_16(z + second, other.all());
-      }
-      if (!forward) continue;  // recomputing: the pre-activation alone
-      const float factor = weighted ? data.topk_weights[work.row_index[row]] : 1.0f;
-      numerics::with_activation_kind(data.activation.kind, [&]<ActivationKind Kind>() {
-        auto act = [&](float gate, float up) { return factor * numerics::activation<Kind>(data.activation, gate, up).value; };
+    for (int m = 0; m * 64 < work.rows; ++m) {
+      // Of this lane's two rows of the warp's 16, in elements from the tensors' beginnings.
+      std::int64_t z_place[2], a_place[2];
+      bool row_there[2];
+      float factor[2];
 #pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          if constexpr (Kind == ActivationKind::relu_squared) {
-            first.word[w] = pack_bfloat16(act(first.low(w), 0.0f), act(first.high(w), 0.0f));
-            other.word[w] = pack_bfloat16(act(other.low(w), 0.0f), act(other.high(w), 0.0f));
-          } else {
-            first.word[w] = pack_bfloat16(act(first.low(w), other.low(w)), act(first.high(w), other.high(w)));
+      for (int i = 0; i < 2; ++i) {
+        const int row = m * 64 + warp.index * 16 + lane / 4 + 8 * i;
+        row_there[i] = row < work.rows;
+        z_place[i] = (work.row_begin + row) * pre_width + work.column + octet * 8;
+        a_place[i] = (work.row_begin + row) * width + work.column + octet * 8;
+        factor[i] = weighted && row_there[i] ? __ldg(data.topk_weights + work.row_index[row]) : 1.0f;
+      }
+#pragma unroll 1
+      for (int slab = 0; slab * slab_columns < columns; ++slab) {
+        deposit_slab(rounded, m, slab, warp);
+        const int offset = slab * slab_columns, inside = offset + octet * 8;
+        const bool there = inside < columns, has_second = pairs ? there : inside + 32 < columns;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int r = lane / 4 + 8 * i;
+          Words first(staged_piece(warp.staging, r, octet)), other(staged_piece(warp.staging, r, 4 + octet));
+          if (z && row_there[i]) {
+            if (there) store_16(z + z_place[i] + offset, first.all());
+            if (has_second) store_16(z + z_place[i] + offset + second, other.all());
+          }
+          auto act = [&](float gate, float up) {
+            return factor[i] * numerics::activation<Kind>(data.activation, gate, up).value;
+          };
+#pragma unroll
+          for (int w = 0; w < 4; ++w) {
+            if constexpr (pairs) {
+              first.word[w] = pack_bfloat16(act(first.low(w), other.low(w)), act(first.high(w), other.high(w)));
+            } else {
+              first.word[w] = pack_bfloat16(act(first.low(w), 0.0f), act(first.high(w), 0.0f));
+              other.word[w] = pack_bfloat16(act(other.low(w), 0.0f), act(other.high(w), 0.0f));
+            }
+          }
+          if (activated && row_there[i]) {
+            if (there) store_16(activated + a_place[i] + offset, first.all());
+            if (!pairs && has_second) store_16(activated + a_place[i] + offset + second, other.all());
           }
         }
-      });
-      bf16* a = tensors.activated + at * width + column;
-      store_16(a, first.all());
-      if (!gated && has_second) store_16(a + second, other.all());
+        __syncwarp();
+      }
     }
-    __syncwarp();
-  }
+  });
 }
 
 // --- down_dgrad ------------------------------------------------------------------------------------------------------
 
-// With d = the sum (dA before the route's weight p) and z as saved: A = act(z), dprob = <d, rounded A> over each 64 columns,
-// dz = p d act'(z), and p A for the gradient of down_proj.
-template <int N>
-__device__ __forceinline__ void activation_gradient(const PassData& data, const Sums<N>& sums, const Work& work, const Warp& warp) {
-  constexpr int slabs = N / 32;
+// With d = the sum (dA before the route's weight p) and z as saved: A = act(z), dprob = <d, rounded A> over each 64
+// columns, dz = p d act'(z), and p A for the gradient of down_proj.
+template <ActivationKind Kind, int N>
+__device__ __forceinline__ void activation_gradient_of(const PassData& data, const Sums<N>& sums, const Work& work,
+                                                       const Warp& warp) {
+  constexpr int all_slabs = N / 32;
+  constexpr bool gated = Kind != ActivationKind::relu_squared;
   const schedule::Sizes& sizes = data.pass.sizes;
   const ExpertGroup& tensors = data.groups[work.group];
-  const bool gated = sizes.gate_up_factor == 2, after_down = work.group > 0 || data.weight_after_down;
-  const std::int64_t width = tensors.width, pre_width = sizes.gate_up_factor * width;
-  const int steps = (work.rows > 64 ? 2 : 1) * slabs, lane = warp.lane, octet = lane % 4;
-  float dot_above = 0.0f, dot_below = 0.0f;  // of the first 32 of 64 columns, of the two rows of this lane
-  // What the turn after the one at hand needs from memory. A turn: 8 rows of a step; rolled up and without arrays, since
-  // registers are what this epilogue is short of.
-  uint4 next_gate, next_up;
-  float next_weight;
-  auto fetch = [&](int turn) {
-    const int step = turn / 2, row = step / slabs * 64 + warp.index * 16 + lane / 4 + 8 * (turn % 2);
-    const std::int64_t column = work.column + step % slabs * 32 + octet * 8;
-    next_gate = next_up = uint4{0, 0, 0, 0};
-    next_weight = 1.0f;
-    if (row < work.rows && column < width) {
-      const bf16* z = tensors.pre_activation + (work.row_begin + row) * pre_width + column;
-      next_gate = load_16_shared_by_sms(z);
-      if (gated) next_up = load_16_shared_by_sms(z + width);
-      if (work.group == 0) {
-        next_weight = __ldg(data.topk_weights + work.row_index[row]);
-      } else if (data.shared_gates) {
-        next_weight = __ldg(data.shared_gates + std::int64_t(work.row_index[row]) * sizes.shared_experts + work.group - 1);
-      }
-    }
-  };
-  fetch(0);
+  const bool after_down = work.group > 0 || data.weight_after_down;
+  const std::int64_t width = tensors.width, pre_width = (gated ? 2 : 1) * width;
+  const bf16* const z = tensors.pre_activation;
+  bf16 *const dz = tensors.d_pre_activation, *const activated = tensors.activated;
+  const int slabs = work.n / 32, lane = warp.lane, octet = lane % 4, columns = work.columns;
+  if (columns == 0) return;
 #pragma unroll 1
-  for (int turn = 0; turn < 2 * steps; ++turn) {
-    const int step = turn / 2, i = turn % 2, slab = step % slabs;
-    if (i == 0) {
-      __syncwarp();
-      with_constant<2 * slabs>(step, [&](auto constant) {
-        deposit_float<N, constant.value / slabs, constant.value % slabs * 4>(sums, warp.staging, lane);
+  for (int m = 0; m * 64 < work.rows; ++m) {
+    // A step: 16 rows of the warp by 32 columns; of these a lane has 8 columns of two rows. dz lies like z.
+    const bf16* z_row[2] = {};
+    bf16* a_row[2] = {};
+    uint4 gate_read[2], up_read[2];
+    float weight[2], dot_before[2] = {0.0f, 0.0f};  // dots: of the first 32 of 64 columns
+    const int first_row = m * 64 + warp.index * 16 + lane / 4;
+    // Reads what exists in any case; what it reads for other columns is not used.
+    auto fetch = [&](int i, int slab) {
+      const bf16* from = z_row[i] + (slab * 32 + octet * 8 < columns ? slab * 32 : -octet * 8);
+      gate_read[i] = load_16_shared_by_sms(from);
+      up_read[i] = gated ? load_16_shared_by_sms(from + width) : uint4{0, 0, 0, 0};
+    };
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = min(first_row + 8 * i, work.rows - 1);  // one that can be read
+      z_row[i] = z + (work.row_begin + row) * pre_width + work.column + octet * 8;
+      a_row[i] = activated + (work.row_begin + row) * width + work.column + octet * 8;
+      const int index = work.row_index[row];
+      weight[i] = 1.0f;
+      if (work.group == 0) {
+        weight[i] = __ldg(data.topk_weights + index);
+      } else if (data.shared_gates) {
+        weight[i] = __ldg(data.shared_gates + std::int64_t(index) * sizes.shared_experts + work.group - 1);
+      }
+      fetch(i, 0);
+    }
+#pragma unroll 1
+    for (int slab = 0; slab < slabs; ++slab) {
+      with_constant<2 * all_slabs>(m * all_slabs + slab, [&](auto constant) {
+        deposit_float<N, constant.value / all_slabs, constant.value % all_slabs * 4>(sums, warp.staging, lane);
       });
       __syncwarp();
-    }
-    const std::int64_t column = work.column + slab * 32 + octet * 8;
-    {
-      const int r = lane / 4 + 8 * i, row = step / slabs * 64 + warp.index * 16 + r;
-      const bool inside = row < work.rows && column < width;
-      const std::int64_t at = work.row_begin + row;
-      const uint4 loaded_gate = next_gate, loaded_up = next_up;
-      const float weight = next_weight;
-      float dot = 0.0f;
-      if (turn + 1 < 2 * steps) fetch(turn + 1);
-      Words gate(loaded_gate), up(loaded_up), a(uint4{0, 0, 0, 0});
-      float d[8];
-      staged_floats(warp.staging, r, octet, d);
-      numerics::with_activation_kind(data.activation.kind, [&]<ActivationKind Kind>() {
+      const int offset = slab * 32;
+      const bool there = offset + octet * 8 < columns;
+      float dot[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        Words gate(gate_read[i]), up(up_read[i]), a(uint4{0, 0, 0, 0});
+        float d[8];
+        staged_floats(warp.staging, lane / 4 + 8 * i, octet, d);
+        dot[i] = 0.0f;
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
           const auto low = numerics::activation<Kind>(data.activation, gate.low(w), up.low(w));
           const auto high = numerics::activation<Kind>(data.activation, gate.high(w), up.high(w));
           const std::uint32_t rounded = pack_bfloat16(low.value, high.value);
-          const float d_low = d[2 * w], d_high = d[2 * w + 1];
-          if (inside) {
-            dot += d_low * low_bfloat16(rounded);
-            dot += d_high * high_bfloat16(rounded);
+          dot[i] = fmaf(d[2 * w], low_bfloat16(rounded), dot[i]);
+          dot[i] = fmaf(d[2 * w + 1], high_bfloat16(rounded), dot[i]);
+          const float d_low = weight[i] * d[2 * w], d_high = weight[i] * d[2 * w + 1];
+          gate.word[w] = pack_bfloat16(d_low * low.d_gate, d_high * high.d_gate);
+          if (gated) up.word[w] = pack_bfloat16(d_low * low.d_up, d_high * high.d_up);
+          a.word[w] = pack_bfloat16(weight[i] * (after_down ? low_bfloat16(rounded) : low.value),
+                                    weight[i] * (after_down ? high_bfloat16(rounded) : high.value));
+        }
+        if (!there) dot[i] = 0.0f;
+        // For the next step, while this one's sums are added up and stored.
+        const bf16* here = z_row[i] + offset;
+        if (slab + 1 < slabs) fetch(i, slab + 1);
+        if (there && first_row + 8 * i < work.rows) {
+          if (dz) {
+            bf16* to = dz + (here - z);
+            store_16(to, gate.all());
+            if (gated) store_16(to + width, up.all());
           }
-          gate.word[w] = pack_bfloat16(weight * d_low * low.d_gate, weight * d_high * high.d_gate);
-          up.word[w] = pack_bfloat16(weight * d_low * low.d_up, weight * d_high * high.d_up);
-          a.word[w] = after_down ? pack_bfloat16(weight * low_bfloat16(rounded), weight * high_bfloat16(rounded))
-                                 : pack_bfloat16(weight * low.value, weight * high.value);
+          if (activated) store_16(a_row[i] + offset, a.all());
         }
-      });
-      if (inside) {
-        if (tensors.d_pre_activation) {
-          bf16* dz = tensors.d_pre_activation + at * pre_width + column;
-          store_16(dz, gate.all());
-          if (gated) store_16(dz + width, up.all());
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) dot[i] += __shfl_xor_sync(~0u, dot[i], 1);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        dot[i] += __shfl_xor_sync(~0u, dot[i], 2);
+        if (slab % 2 == 1 && octet == 0 && first_row + 8 * i < work.rows && offset - 32 < columns) {
+          tensors.dprob[std::int64_t(work.row_index[first_row + 8 * i]) * tensors.dprob_groups +
+                        (work.column + offset - 32) / 64] = dot_before[i] + dot[i];
         }
-        if (tensors.activated) store_16(tensors.activated + at * width + column, a.all());
+        dot_before[i] = dot[i];
       }
-      dot += __shfl_xor_sync(~0u, dot, 1);
-      dot += __shfl_xor_sync(~0u, dot, 2);
-      if (slab % 2 == 1 && octet == 0 && row < work.rows && column - 32 < width) {
-        const std::int64_t index = work.row_index[row];
-        tensors.dprob[index * tensors.dprob_groups + (column - 32) / 64] = (i == 0 ? dot_above : dot_below) + dot;
-      }
-      dot_above = i == 0 ? dot : dot_above;
-      dot_below = i == 0 ? dot_below : dot;
+      __syncwarp();
     }
   }
+}
+
+template <int N>
+__device__ __forceinline__ void activation_gradient(const PassData& data, const Sums<N>& sums, const Work& work,
+                                                    const Warp& warp) {
+  numerics::with_activation_kind(data.activation.kind,
+                                 [&]<ActivationKind Kind>() { activation_gradient_of<Kind>(data, sums, work, warp); });
+  const schedule::Sizes& sizes = data.pass.sizes;
+  const ExpertGroup& tensors = data.groups[work.group];
+  const bool after_down = work.group > 0 || data.weight_after_down;
+  const int lane = warp.lane;
   __syncwarp();
   // y = p (W a + b): the bias has its share in dprob, unless p multiplies before it.
-  if (tensors.down_bias && work.column_block == 0) {
+  if (tensors.down_bias && work.column_block == 0 && cluster_rank() == 0) {
     const std::int64_t hidden = sizes.hidden_size;
     const bf16* bias = tensors.down_bias.of(work.expert, hidden);
     for (int row = warp.index; row < work.rows; row += 4) {
@@ -379,34 +432,38 @@ __device__ __forceinline__ void store_gradient(const GradientTarget& target, std
 
 // out[output_row + r, column ..] (+)= sum, for an [m, n] gradient of one expert. Without rows the sum is 0.
 template <int N>
-__device__ __forceinline__ void store_weight_gradient(const Sums<N>& sums, const Work& work, const GradientTarget& targets, std::int64_t m,
-                                             std::int64_t n, const Warp& warp) {
+__device__ __forceinline__ void store_weight_gradient(const Sums<N>& sums, const Work& work,
+                                                      const GradientTarget& targets, std::int64_t m, std::int64_t n,
+                                                      const Warp& warp) {
   if (!targets || (work.sum_rows == 0 && targets.accumulate)) return;
   const GradientTarget target = targets.of(work.expert, m * n);
   const std::int64_t first = work.output_row * n + work.column;
-  const int rows = work.rows, columns = static_cast<int>(n - work.column);
+  const int rows = work.rows, columns = work.columns;
   if (!target.is_float && !target.accumulate) {
     bf16* out = static_cast<bf16*>(target.data) + first;
     store_rounded(RoundedSums<N>(sums), rows, columns, warp, [&](int row) { return out + row * n; });
     return;
   }
-  constexpr int slabs = N / 32;
-  const int steps = (rows > 64 ? 2 : 1) * slabs, lane = warp.lane, octet = lane % 4;
+  constexpr int all_slabs = N / 32;
+  const int lane = warp.lane, octet = lane % 4;
 #pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
-    with_constant<2 * slabs>(step, [&](auto constant) {
-      deposit_float<N, constant.value / slabs, constant.value % slabs * 4>(sums, warp.staging, lane);
-    });
-    __syncwarp();
-    const int column = step % slabs * 32 + octet * 8;
+  for (int block = 0; block * 64 < rows; ++block) {
 #pragma unroll 1
-    for (int i = 0; i < 2; ++i) {
-      const int r = lane / 4 + 8 * i, row = step / slabs * 64 + warp.index * 16 + r;
-      float f[8];
-      staged_floats(warp.staging, r, octet, f);
-      if (row < rows && column < columns) store_gradient(target, first + row * n + column, f);
+    for (int slab = 0; slab * 32 < columns; ++slab) {
+      with_constant<2 * all_slabs>(block * all_slabs + slab, [&](auto constant) {
+        deposit_float<N, constant.value / all_slabs, constant.value % all_slabs * 4>(sums, warp.staging, lane);
+      });
+      __syncwarp();
+      const int column = slab * 32 + octet * 8;
+#pragma unroll 1
+      for (int i = 0; i < 2; ++i) {
+        const int r = lane / 4 + 8 * i, row = block * 64 + warp.index * 16 + r;
+        float f[8];
+        staged_floats(warp.staging, r, octet, f);
+        if (row < rows && column < columns) store_gradient(target, first + row * n + column, f);
+      }
+      __syncwarp();
     }
-    __syncwarp();
   }
 }
 

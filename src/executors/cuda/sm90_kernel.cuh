@@ -1,5 +1,5 @@
-// The persistent kernel of a pass, and its launch. Included by one file for each instantiation, so that they are compiled
-// side by side.
+// The persistent kernel of a pass, and its launch. Included by one file for each instantiation, so that they are
+// compiled side by side.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -22,21 +22,20 @@ void launch(const PassData& data, int blocks, cudaStream_t stream);
 using schedule::Direction;
 
 template <int N>
-__device__ inline void raise_signals(const Parameters& p, const Work& work) {
-  __builtin_assume(p.data.pass.sizes.ranks == 1);
-  schedule::for_each_signal(p.data.pass, p.counter_map, work.tile, [&](const schedule::Signal& signal) {
+__device__ __forceinline__ void raise_signals(const SharedMemory<N>& shared, const Work& work) {
+  const PassData& data = shared.data();
+  __builtin_assume(data.pass.sizes.ranks == 1);
+  schedule::for_each_signal(data.pass, shared.map(), work.tile, [&](const schedule::Signal& signal) {
     unsigned long long* base =
-        signal.array == schedule::CounterArray::local ? p.data.counters.local : p.data.counters.arrivals;
+        signal.array == schedule::CounterArray::local ? data.counters.local : data.counters.arrivals;
     add_release(base + signal.index, 1);
   });
 }
 
 template <Direction Pass, int N>
-__device__ inline void compute_tiles(const Parameters& p, SharedMemory<N>& shared, int group) {
+__device__ __forceinline__ void compute_tiles(SharedMemory<N>& shared, int group) {
   using Shape = BlockShape<N>;
-  const PassData& data = p.data;
-  __builtin_assume(data.pass.sizes.ranks == 1);
-  const std::int64_t hidden = data.pass.sizes.hidden_size;
+  const PassData& data = shared.data();
   if (group == 1) named_barrier_arrive(barrier_turn, 2 * consumer_threads);  // the first turn is warpgroup 0's
   RingPosition<Shape::works> position(group);
   std::int32_t event = 0;
@@ -50,13 +49,11 @@ __device__ inline void compute_tiles(const Parameters& p, SharedMemory<N>& share
     const Work& work = shared.work[position.slot];
     if (work.last) break;
     note(1);
-    const int rows = work.rows, k_steps = work.k_steps;
-    const std::uint32_t first_step = work.first_step;
     const Stage stage = work.stage;
     // One stage after the other has its own sums, so that none is alive across another's.
     const int my_turn = barrier_turn + group, your_turn = barrier_turn + 1 - group;
-    auto multiplied = [&](auto& sums, auto a, auto b, bool gathered) {
-      multiply<a.value, b.value>(shared, sums, rows, first_step, k_steps, gathered, my_turn, your_turn);
+    auto multiplied = [&](auto& sums, auto a, auto b) {
+      multiply<a.value, b.value>(shared, sums, work, my_turn, your_turn);
       note(2);
     };
     auto pass_turn = [&] {
@@ -67,26 +64,32 @@ __device__ inline void compute_tiles(const Parameters& p, SharedMemory<N>& share
     constexpr std::integral_constant<Major, Major::k> along_k;
     constexpr std::integral_constant<Major, Major::mn> along_mn;
     const ExpertGroup& tensors = data.groups[work.group];
+    const std::int64_t& hidden = data.pass.sizes.hidden_size;
     if (stage == Stage::combine) {
-      pass_turn();
-      combine(data, work, data.pass.sizes.tile.columns, thread_now() % 128);
+      combine<N>(
+          shared, work, group, [&] { named_barrier_sync(my_turn, 2 * consumer_threads); },
+          [&] {
+            named_barrier_arrive(your_turn, 2 * consumer_threads);
+            note(2);
+          });
     } else if (stage == Stage::gate_up) {
       Sums<N> sums;
-      multiplied(sums, along_k, along_k, true);
+      multiplied(sums, along_k, along_k);
       activate_rows<N>(data, sums, work, Warp::now(shared));
     } else if (stage == Stage::down && Pass == Direction::forward) {
       Sums<N> sums;
-      multiplied(sums, along_k, along_k, false);
+      multiplied(sums, along_k, along_k);
       const bf16* bias = tensors.down_bias ? tensors.down_bias.of(work.expert, hidden) + work.column : nullptr;
       rows_to_slots<N>(sums, work, bias, tensors.slots, hidden, Warp::now(shared));
     } else if constexpr (Pass == Direction::backward) {
       if (stage == Stage::down_dgrad) {
-        Sums<N> sums;
-        multiplied(sums, along_k, along_mn, true);
-        activation_gradient<N>(data, sums, work, Warp::now(shared));
+        constexpr int columns = Shape::down_dgrad_columns;
+        Sums<columns> sums;
+        multiplied(sums, along_k, along_mn);
+        activation_gradient<columns>(data, sums, work, Warp::now(shared));
       } else if (stage == Stage::gate_up_dgrad) {
         Sums<N> sums;
-        multiplied(sums, along_k, along_mn, false);
+        multiplied(sums, along_k, along_mn);
         rows_to_slots<N>(sums, work, nullptr, tensors.slots, hidden, Warp::now(shared));
       } else if (stage == Stage::gate_up_bias_grad || stage == Stage::down_bias_grad) {
         pass_turn();
@@ -97,11 +100,12 @@ __device__ inline void compute_tiles(const Parameters& p, SharedMemory<N>& share
         }
       } else {
         Sums<N> sums;
-        multiplied(sums, along_mn, along_mn, true);
+        multiplied(sums, along_mn, along_mn);
         const bool of_gate_up = stage == Stage::gate_up_wgrad;
         const std::int64_t pre_width = data.pass.sizes.gate_up_factor * tensors.width;
         store_weight_gradient<N>(sums, work, of_gate_up ? tensors.gate_up_grad : tensors.down_grad,
-                                 of_gate_up ? pre_width : hidden, of_gate_up ? hidden : tensors.width, Warp::now(shared));
+                                 of_gate_up ? pre_width : hidden, of_gate_up ? hidden : tensors.width,
+                                 Warp::now(shared));
       }
     }
     // The copy engine of other SMs reads some of what was just written.
@@ -111,26 +115,30 @@ __device__ inline void compute_tiles(const Parameters& p, SharedMemory<N>& share
       if (data.trace && event < data.trace_room) {
         const std::uint32_t now = cycles();
         data.trace[(blockIdx.x * 2 + group) * std::int64_t(data.trace_room) + event++] =
-            TileEvent{global_time(), moment[1] - moment[0], moment[2] - moment[1], now - moment[2],
-                      static_cast<std::int32_t>(stage), work.tile.expert, static_cast<std::int32_t>(work.tile.row_block),
+            TileEvent{global_time(),
+                      moment[1] - moment[0],
+                      moment[2] - moment[1],
+                      now - moment[2],
+                      static_cast<std::int32_t>(stage),
+                      work.tile.expert,
+                      static_cast<std::int32_t>(work.tile.row_block),
                       work.tile.column_block};
       }
       __threadfence();
-      raise_signals<N>(p, work);
+      raise_signals<N>(shared, work);
       barrier_arrive(shared_address(&shared.work_empty[position.slot]));
     }
     position.next();
     position.next();
   }
-  named_barrier_arrive(barrier_end, 2 * consumer_threads + 32);
+  named_barrier_arrive(barrier_end, 2 * consumer_threads + 2 * 32);
 }
 
 template <Direction Pass, int N>
 __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ Parameters p) {
   using Shape = BlockShape<N>;
-  extern __shared__ std::uint8_t raw[];
-  const std::uint32_t misalignment = (1024 - (shared_address(raw) & 1023)) & 1023;
-  SharedMemory<N>& shared = *reinterpret_cast<SharedMemory<N>*>(raw + misalignment);
+  extern __shared__ __align__(1024) std::uint8_t raw[];  // at a constant address, which needs no register
+  SharedMemory<N>& shared = *reinterpret_cast<SharedMemory<N>*>(raw);
   const int thread = threadIdx.x;
   if (thread == 0) {
     for (int s = 0; s < Shape::stages; ++s) {
@@ -138,26 +146,41 @@ __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ P
       barrier_init(shared_address(&shared.empty[s]), empty_arrivals);
     }
     for (int w = 0; w < Shape::works; ++w) {
-      barrier_init(shared_address(&shared.work_full[w]), work_full_arrivals);
+      barrier_init(shared_address(&shared.work_full[w]), 1);
       barrier_init(shared_address(&shared.work_empty[w]), work_empty_arrivals);
+      barrier_init(shared_address(&shared.mail_full[w]), 1);
+      barrier_init(shared_address(&shared.mail_empty[w]), cluster_blocks);
     }
     fence_barrier_init();
   }
+  auto copy = [&]<class T>(std::uint8_t* to, const T& from) {
+    static_assert(sizeof(T) % 4 == 0);
+    for (int i = thread; i < static_cast<int>(sizeof(T) / 4); i += threads) {
+      reinterpret_cast<std::uint32_t*>(to)[i] = reinterpret_cast<const std::uint32_t*>(&from)[i];
+    }
+  };
+  copy(shared.data_copy, p.data);
+  copy(shared.map_copy, p.counter_map);
+  cluster_sync();
+  pack_first_rows(shared.data(), shared.map(), thread % 32);
   __syncthreads();
   if (thread < first_consumer) {
     registers_shrink<Shape::fetch_registers>();
     const int warp = thread / 32;
     if (warp == 0) {
-      take_tiles<N>(p, shared, thread);
+      if (cluster_rank() == 0) take_tiles<N>(shared, thread);
     } else if (warp == 1) {
-      if (thread == 32) load_tiles<N>(p, shared);
+      load_a<N>(p, shared, thread % 32);
+    } else if (warp == 2) {
+      load_b<N>(p, shared, thread % 32);
     } else {
-      gather_tiles<N>(p, shared, thread - 64);
+      describe_tiles<N>(shared, thread % 32);
     }
   } else {
     registers_grow<Shape::compute_registers>();
-    compute_tiles<Pass, N>(p, shared, thread / 128 - 1);
+    compute_tiles<Pass, N>(shared, thread / 128 - 1);
   }
+  cluster_sync();  // the other block may still write here, or signal
 }
 
 template <Direction Pass, int N>
@@ -172,9 +195,18 @@ void launch(const PassData& data, int blocks, cudaStream_t stream) {
     GroupMaps& maps = p.maps[g];
     const std::int64_t rows = g == 0 ? data.total_rows : sizes.tokens, pre_width = sizes.gate_up_factor * group.width;
     if (group.experts == 0) continue;
+    const std::int64_t hidden = sizes.hidden_size;
+    if (g == 0) {
+      encode(maps.slots, group.slots, 0, sizes.tokens * sizes.top_k, hidden, box_rows);
+      encode(maps.x, data.packed_x, 0, rows, hidden, box_rows);
+      encode(maps.dy, data.packed_dy, 0, rows, hidden, box_rows);
+    } else {
+      encode(maps.x, data.x, 0, rows, hidden, box_rows, data.x_stride);
+      encode(maps.dy, data.dy, 0, rows, hidden, box_rows, data.dy_stride);
+    }
     using Boxes = WeightBoxes;
-    encode(maps.gate_up_proj, group.gate_up_proj.stacked, group.experts, pre_width, sizes.hidden_size, Boxes::gate_up(N, forward));
-    encode(maps.down_proj, group.down_proj.stacked, group.experts, sizes.hidden_size, group.width, Boxes::down(N, forward));
+    encode(maps.gate_up_proj, group.gate_up_proj.stacked, group.experts, pre_width, hidden, Boxes::gate_up(forward));
+    encode(maps.down_proj, group.down_proj.stacked, group.experts, hidden, group.width, Boxes::down);
     // Those of experts that lie apart: first the maps for forward, then those for backward.
     const std::int64_t direction = forward ? 0 : group.experts;
     if (group.gate_up_proj.apart) {
@@ -182,12 +214,12 @@ void launch(const PassData& data, int blocks, cudaStream_t stream) {
       maps.gate_up_apart = apart + direction, maps.gate_up_again_apart = apart;
     }
     if (group.down_proj.apart) maps.down_apart = static_cast<const CUtensorMap*>(group.down_maps) + direction;
-    encode(maps.activated, group.activated, 0, rows, group.width, 64);
+    encode(maps.activated, group.activated, 0, rows, group.width, box_rows);
     if (!forward) {
-      encode(maps.d_pre_activation, group.d_pre_activation, 0, rows, pre_width, 64);
-      if (sizes.recompute) {
-        encode(maps.gate_up_again, group.gate_up_proj.stacked, group.experts, pre_width, sizes.hidden_size, Boxes::gate_up(N, true));
-      }
+      encode(maps.d_pre_activation, group.d_pre_activation, 0, rows, pre_width, box_rows);
+      encode(maps.pre_activation, group.pre_activation, 0, rows, pre_width, box_rows);
+      if (sizes.recompute)
+        encode(maps.gate_up_again, group.gate_up_proj.stacked, group.experts, pre_width, hidden, Boxes::gate_up(true));
     }
   }
   static const int multiprocessors = [] {
@@ -199,8 +231,18 @@ void launch(const PassData& data, int blocks, cudaStream_t stream) {
     return count;
   }();
   if (blocks <= 0 || blocks > multiprocessors) blocks = multiprocessors;
-  run_pass<Pass, N><<<blocks, threads, shared_bytes<N>, stream>>>(p);
-  check(cudaGetLastError(), forward ? "launch of forward" : "launch of backward");
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = cluster_blocks;
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks < cluster_blocks ? cluster_blocks : blocks / cluster_blocks * cluster_blocks);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes<N>;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  check(cudaLaunchKernelEx(&config, run_pass<Pass, N>, p), forward ? "launch of forward" : "launch of backward");
 }
 
 }  // namespace moelith::executors::cuda::sm90

@@ -5,22 +5,19 @@
 
 namespace moelith::executors::cuda::sm90 {
 
-// --- warp 0: tiles ---------------------------------------------------------------------------------------------------
+// --- warps 0 and 3: tiles --------------------------------------------------------------------------------------------
 
-// Waits, with the whole warp, until counters [begin, begin + count) have reached the target. False: it took too long.
-__device__ inline bool await(const PassData& data, const schedule::Wait& wait, int lane) {
-  const unsigned long long* base = wait.array == schedule::CounterArray::local ? data.counters.local : data.counters.arrivals;
-  const unsigned long long target = static_cast<unsigned long long>(wait.target);
+// Waits, with the whole warp, until `done(i)` for all i of [begin, begin + count). False: it took too long.
+template <class Done>
+__device__ __forceinline__ bool await_all(const PassData& data, std::int64_t begin, std::int64_t count, int lane,
+                                          Done&& done) {
   unsigned long long began = 0;
-  for (std::int64_t i = wait.begin + lane; __any_sync(~0u, i < wait.begin + wait.count); i += 32) {
+  for (std::int64_t i = begin + lane; __any_sync(~0u, i < begin + count); i += 32) {
     unsigned spins = 0;
-    while (true) {
-      const bool done = i >= wait.begin + wait.count || load_acquire(base + i) >= target;
-      if (__all_sync(~0u, done)) break;
+    while (!__all_sync(~0u, i >= begin + count || done(i))) {
       __nanosleep(32);
       if ((++spins & 1023u) == 0) {
-        unsigned long long now;
-        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+        const unsigned long long now = global_time();
         if (began == 0) began = now;
         if (__any_sync(~0u, now - began > data.wait_limit_ns)) return false;
       }
@@ -28,126 +25,230 @@ __device__ inline bool await(const PassData& data, const schedule::Wait& wait, i
   }
   return true;
 }
+__device__ __forceinline__ bool await(const PassData& data, const schedule::Wait& wait, int lane) {
+  const unsigned long long* base =
+      wait.array == schedule::CounterArray::local ? data.counters.local : data.counters.arrivals;
+  // Each block of the cluster signals for its half of a tile. The high half counts packed rows.
+  const unsigned target = static_cast<unsigned>(wait.target) * cluster_blocks;
+  return await_all(data, wait.begin, wait.count, lane,
+                   [&](std::int64_t i) { return static_cast<unsigned>(load_acquire(base + i)) >= target; });
+}
+__device__ __forceinline__ bool await_packed(const PassData& data, const schedule::CounterMap& map,
+                                             const schedule::Tile& tile, int lane) {
+  const std::int64_t index = map.gate_up_done + schedule::block_index(data.pass, tile.expert, tile.row_block);
+  const unsigned rows = static_cast<unsigned>(schedule::tile_rows(data.pass, tile).size());
+  return await_all(data, index, 1, lane, [&](std::int64_t i) {
+    return static_cast<unsigned>(load_acquire(data.counters.local + i) >> packed_shift) >= rows;
+  });
+}
 
-// Fills `work` but for row_index and first_step.
+// Rows of the row block `block`, counted over all routed experts.
+__device__ inline schedule::RowRange rows_of_block(const schedule::Pass& pass, std::int64_t block) {
+  return schedule::tile_rows(pass, schedule::routed_tile(pass, Stage::gate_up, block, 0));
+}
+
+// What is packed beside the tile.
 template <int N>
-__device__ inline void describe_tile(const PassData& data, const schedule::Tile& tile, Work& work) {
+__device__ __forceinline__ void describe_packing(const PassData& data, const schedule::Tile& tile, std::uint32_t rank,
+                                                 Work& work) {
+  const schedule::Sizes& sizes = data.pass.sizes;
+  const std::int64_t block = data.pass.layout.block_begin[tile.expert] + tile.row_block + sizes.tile.group_blocks;
+  if (block >= data.pass.routed_blocks()) return;
+  const std::int64_t tiles =
+      tile.stage == Stage::gate_up ? sizes.gate_up_tiles(tile.expert) : sizes.down_dgrad_tiles(tile.expert);
+  const schedule::RowRange rows = rows_of_block(data.pass, block);
+  const int first = static_cast<int>(schedule::quotient(rows.size() * tile.column_block, tiles));
+  const int count = static_cast<int>(schedule::quotient(rows.size() * (tile.column_block + 1), tiles)) - first;
+  const PackShape shape(data, BlockShape<N>::stage_bytes);
+  work.pack_steps = ((count + 1) / 2 * shape.per_row + shape.per_stage - 1) / shape.per_stage;
+  work.pack_interval = work.pack_steps > 0 ? work.k_steps / work.pack_steps : 1;
+  work.pack_block = static_cast<int>(block);
+  work.pack_rows = (count + 1 - static_cast<int>(rank)) / 2;
+  work.pack_row = rows.begin + first + static_cast<int>(rank);
+}
+
+// Fills `work` but for row_index and first_step, for the block `rank` of the cluster.
+template <int N>
+__device__ __forceinline__ void describe_tile(const PassData& data, const schedule::Tile& tile, std::uint32_t rank,
+                                              Work& work) {
   const schedule::Sizes& sizes = data.pass.sizes;
   const bool shared = sizes.is_shared(tile.expert);
   const std::int32_t group = shared ? 1 + tile.expert - sizes.local_experts : 0;
-  const std::int64_t width = sizes.width(tile.expert), pre_width = sizes.gate_up_factor * width, hidden = sizes.hidden_size;
+  const std::int64_t width = sizes.width(tile.expert), pre_width = sizes.gate_up_factor * width,
+                     hidden = sizes.hidden_size;
   work.stage = tile.stage;
   work.last = false;
   work.group = group;
   work.expert = shared ? 0 : tile.expert;
   work.column_block = tile.column_block;
   work.tile = tile;
-  work.output_row = work.sum_rows = work.k_steps = 0;
+  work.output_row = work.sum_rows = work.k_steps = work.pack_steps = 0;
   auto steps = [](std::int64_t k) { return static_cast<std::int32_t>((k + depth - 1) / depth); };
-  auto row_tile = [&](std::int64_t k, std::int32_t columns) {
+  // Of `total` columns the tile has up to `tile_columns`; each block of the cluster takes half of those that there are,
+  // in multiples of `unit`.
+  auto share = [&](std::int32_t tile_columns, std::int64_t total, int unit) {
+    const std::int64_t begin = std::int64_t(tile.column_block) * tile_columns;
+    const int there = static_cast<int>(schedule::min_of(tile_columns, total - begin));
+    const int half = (there + 2 * unit - 1) / (2 * unit) * unit;
+    work.column = static_cast<std::int32_t>(begin) + static_cast<int>(rank) * half;
+    work.columns =
+        static_cast<std::int32_t>(schedule::max_of(0, schedule::min_of(half, there - static_cast<int>(rank) * half)));
+    work.n = half;
+  };
+  auto row_tile = [&](std::int64_t k) {
     const schedule::RowRange rows = schedule::tile_rows(data.pass, tile);
     work.row_begin = rows.begin;
     work.rows = static_cast<std::int32_t>(rows.size());
-    work.column = tile.column_block * columns;
     work.k_steps = steps(k);
   };
-  auto sum_tile = [&](std::int64_t output_rows) {
+  auto sum_tile = [&](std::int64_t output_rows, std::int64_t output_columns) {
     const schedule::RowRange rows = data.pass.expert_rows(tile.expert);
     work.row_begin = rows.begin;
     work.sum_rows = static_cast<std::int32_t>(rows.size());
     work.output_row = static_cast<std::int32_t>(tile.row_block) * sizes.tile.wgrad_rows;
     work.rows = static_cast<std::int32_t>(schedule::min_of(rows_per_tile, output_rows - work.output_row));
-    work.column = tile.column_block * sizes.tile.wgrad_columns;
     work.k_steps = steps(rows.size());
+    share(sizes.tile.wgrad_columns, output_columns, 64);
   };
   switch (tile.stage) {
-    case Stage::gate_up: row_tile(hidden, sizes.gate_up_columns()); break;
-    case Stage::down: row_tile(width, sizes.tile.columns); break;
-    case Stage::down_dgrad: row_tile(hidden, sizes.down_dgrad_columns()); break;
-    case Stage::gate_up_dgrad: row_tile(pre_width, sizes.tile.columns); break;
-    case Stage::gate_up_wgrad: sum_tile(pre_width); break;
-    case Stage::down_wgrad: sum_tile(hidden); break;
+    case Stage::gate_up:
+      row_tile(hidden);
+      share(sizes.gate_up_columns(), width, sizes.gate_up_factor == 2 ? 32 : 64);
+      work.n *= sizes.gate_up_factor;
+      break;
+    case Stage::down:
+      row_tile(width);
+      share(sizes.tile.columns, hidden, 64);
+      break;
+    case Stage::down_dgrad:
+      row_tile(hidden);
+      share(sizes.down_dgrad_columns(), width, 64);
+      break;
+    case Stage::gate_up_dgrad:
+      row_tile(pre_width);
+      share(sizes.tile.columns, hidden, 64);
+      break;
+    case Stage::gate_up_wgrad: sum_tile(pre_width, hidden); break;
+    case Stage::down_wgrad: sum_tile(hidden, width); break;
     case Stage::gate_up_bias_grad:
-    case Stage::down_bias_grad: sum_tile(rows_per_tile); work.k_steps = 0; break;
+    case Stage::down_bias_grad:
+      sum_tile(rows_per_tile, hidden);
+      work.k_steps = 0;
+      break;
     default:  // combine
       work.row_begin = tile.row_block * sizes.tile.token_block;
       work.rows = static_cast<std::int32_t>(schedule::min_of(sizes.tile.token_block, sizes.tokens - work.row_begin));
-      work.column = tile.column_block * sizes.tile.columns;
+      share(sizes.tile.columns, hidden, 64);
+      if (data.out && data.groups[0].slots) work.k_steps = combine_steps<N>(sizes, work.rows);
+  }
+  if (group == 0 && packs(sizes, tile.stage)) describe_packing<N>(data, tile, rank, work);
+}
+
+// Warp 0 of the first block of a cluster: tells both blocks which tiles to do, one after the other.
+template <int N>
+__device__ __forceinline__ void take_tiles(SharedMemory<N>& shared, int lane) {
+  const PassData& data = shared.data();
+  const schedule::CounterMap& map = shared.map();
+  __builtin_assume(data.pass.sizes.ranks == 1);
+  const std::int64_t tiles = schedule::tile_count(data.pass);
+  RingPosition<SharedMemory<N>::Shape::works> mail(0);
+  auto take = [&]() -> unsigned long long { return lane == 0 ? atomicAdd(data.counters.control, 1ull) : 0ull; };
+  unsigned long long taken = take();
+  std::int64_t index = 0;
+  while (index >= 0) {
+    index = static_cast<std::int64_t>(__shfl_sync(~0u, taken, 0));
+    if (index >= tiles) {
+      index = -1;
+    } else {
+      taken = take();  // in flight meanwhile
+      const schedule::Tile tile = schedule::tile_at(data.pass, index);
+      bool ready = schedule::for_each_wait(data.pass, map, tile,
+                                           [&](const schedule::Wait& wait) { return await(data, wait, lane); });
+      if (ready && reads_packed(tile.stage) && !data.pass.sizes.is_shared(tile.expert))
+        ready = await_packed(data, map, tile, lane);
+      if (!ready) {
+        index = -1;
+        if (lane == 0 && data.error) {
+          *data.error = {static_cast<std::int32_t>(tile.stage), tile.expert, static_cast<std::int32_t>(tile.row_block),
+                         0};
+          __threadfence_system();
+        }
+      }
+    }
+    barrier_wait_in_cluster(shared_address(&shared.mail_empty[mail.slot]), mail.parity ^ 1);
+    if (lane < cluster_blocks) {  // both have thereby waited as well
+      store_in_cluster(address_in(lane, shared_address(&shared.mail[mail.slot])), index);
+      barrier_arrive_in_cluster(address_in(lane, shared_address(&shared.mail_full[mail.slot])));
+    }
+    __syncwarp();
+    mail.next();
   }
 }
 
+// Warp 3.
 template <int N>
-__device__ inline void take_tiles(const Parameters& p, SharedMemory<N>& shared, int lane) {
+__device__ __forceinline__ void describe_tiles(SharedMemory<N>& shared, int lane) {
   constexpr int slots = SharedMemory<N>::Shape::works;
-  const PassData& data = p.data;
+  const PassData& data = shared.data();
   __builtin_assume(data.pass.sizes.ranks == 1);
-  const std::int64_t tiles = schedule::tile_count(data.pass);
-  RingPosition<slots> position(0);
+  const std::uint32_t rank = cluster_rank();
+  RingPosition<slots> position(0), mail(0);
   std::uint32_t step = 0;
   int ends = 0;  // each computing warpgroup gets an end of its own
-  auto take = [&]() -> unsigned long long {
-    return lane == 0 ? atomicAdd(data.counters.control, 1ull) : 0ull;
-  };
-  unsigned long long taken = take();
   while (ends < 2) {
-    const std::int64_t index = static_cast<std::int64_t>(__shfl_sync(~0u, taken, 0));
-    bool last = ends > 0 || index >= tiles;
-    if (!last) taken = take();  // in flight while this tile is prepared
+    std::int64_t index = -1;
+    if (ends == 0) {
+      barrier_wait_in_cluster(shared_address(&shared.mail_full[mail.slot]), mail.parity);
+      index = *const_cast<volatile std::int64_t*>(&shared.mail[mail.slot]);
+      __syncwarp();
+      if (lane == 0) barrier_arrive_in_cluster(address_in(0, shared_address(&shared.mail_empty[mail.slot])));
+      mail.next();
+    }
     schedule::Tile tile{};
     bool has_rows = false;
     std::int32_t row_index[rows_per_tile / 32];
-    if (!last) {
+    if (index >= 0) {
       tile = schedule::tile_at(data.pass, index);
       has_rows = tile.stage == Stage::gate_up || tile.stage == Stage::down || tile.stage == Stage::down_dgrad ||
                  tile.stage == Stage::gate_up_dgrad;
       if (has_rows) {
-        const schedule::RowRange rows = schedule::tile_rows(data.pass, tile);
         const bool shared_expert = data.pass.sizes.is_shared(tile.expert);
+        const schedule::RowRange rows = schedule::tile_rows(data.pass, tile);
 #pragma unroll
         for (int i = 0; i < rows_per_tile / 32; ++i) {
           const std::int64_t row = rows.begin + lane + 32 * i;
-          if (row < rows.end) row_index[i] = shared_expert ? static_cast<std::int32_t>(row) : data.pass.layout.row_route[row];
-        }
-      }
-      const bool ready = schedule::for_each_wait(data.pass, p.counter_map, tile,
-                                                 [&](const schedule::Wait& wait) { return await(data, wait, lane); });
-      if (!ready) {
-        last = true;
-        if (lane == 0 && data.error) {
-          *data.error = {static_cast<std::int32_t>(tile.stage), tile.expert, static_cast<std::int32_t>(tile.row_block), 0};
-          __threadfence_system();
+          if (row < rows.end)
+            row_index[i] = shared_expert ? static_cast<std::int32_t>(row) : data.pass.layout.row_route[row];
         }
       }
     }
     Work& work = shared.work[position.slot];
     barrier_wait(shared_address(&shared.work_empty[position.slot]), position.parity ^ 1);
-    if (last) {
-      if (lane == 0) work.last = true, work.k_steps = 0, work.first_step = step;
+    if (index < 0) {
+      if (lane == 0) work.last = true, work.k_steps = work.pack_steps = 0, work.first_step = step;
       ++ends;
     } else {
       if (lane == 0) {
-        describe_tile<N>(data, tile, work);
+        describe_tile<N>(data, tile, rank, work);
         work.first_step = step;
       }
       __syncwarp();
-      step += work.k_steps;
+      step += work.k_steps + work.pack_steps;
       if (has_rows) {
-        const unsigned divisor = work.group > 0 ? 1u : static_cast<unsigned>(data.pass.sizes.top_k);
-        const unsigned stride = static_cast<unsigned>((tile.stage == Stage::gate_up ? data.x_stride : data.dy_stride) / 8);
 #pragma unroll
         for (int i = 0; i < rows_per_tile / 32; ++i) {
           const int r = lane + 32 * i;
-          const bool there = r < work.rows;
-          if (there) work.row_index[r] = row_index[i];
-          work.row_offset[r] = there ? static_cast<unsigned>(row_index[i]) / divisor * stride : absent_row;
+          if (r < work.rows) work.row_index[r] = row_index[i];
         }
       }
     }
-    barrier_arrive(shared_address(&shared.work_full[position.slot]));
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&shared.work_full[position.slot]));
     position.next();
   }
   // Counters are clean again once every block has stopped using them.
-  named_barrier_sync(barrier_end, 2 * consumer_threads + 32);
+  const schedule::CounterMap& map = shared.map();
+  named_barrier_sync(barrier_end, 2 * consumer_threads + 2 * 32);
   unsigned long long finished = 0;
   if (lane == 0) {
     __threadfence();
@@ -155,224 +256,342 @@ __device__ inline void take_tiles(const Parameters& p, SharedMemory<N>& shared, 
     __threadfence();
   }
   if (__shfl_sync(~0u, finished, 0) == gridDim.x - 1) {
-    for (std::int64_t i = lane; i < p.counter_map.local_size; i += 32) data.counters.local[i] = 0;
-    for (std::int64_t i = lane; i < p.counter_map.arrivals_size; i += 32) data.counters.arrivals[i] = 0;
+    for (std::int64_t i = lane; i < map.local_size; i += 32) data.counters.local[i] = 0;
+    for (std::int64_t i = lane; i < map.arrivals_size; i += 32) data.counters.arrivals[i] = 0;
     if (lane < PassCounters::control_counters) data.counters.control[lane] = 0;
   }
 }
 
-// --- warp 1: the copy engine -----------------------------------------------------------------------------------------
+// --- warps 1 and 2: the copy engine
+// ------------------------------------------------------------------------------------
 
+// Rows on their way through a stage of the ring.
 template <int N>
-__device__ inline void load_tiles(const Parameters& p, SharedMemory<N>& shared) {
+struct Packing {
   using Shape = BlockShape<N>;
-  const schedule::Sizes& sizes = p.data.pass.sizes;
-  RingPosition<Shape::works> position(0);
-  while (true) {
-    barrier_wait(shared_address(&shared.work_full[position.slot]), position.parity);
-    const Work& work = shared.work[position.slot];
-    const bool last = work.last;
-    const Stage stage = work.stage;
-    const int column = work.column, k_steps = work.k_steps, rows = work.rows;
-    const int row_begin = static_cast<int>(work.row_begin), output_row = work.output_row, sum_rows = work.sum_rows;
-    const GroupMaps& maps = p.maps[work.group];
-    const int width = static_cast<int>(p.data.groups[work.group].width);
-    const bool of_down = stage == Stage::down || stage == Stage::down_dgrad;
-    const bool again = stage == Stage::gate_up && sizes.direction == schedule::Direction::backward;
-    const CUtensorMap* apart = of_down ? maps.down_apart : again ? maps.gate_up_again_apart : maps.gate_up_apart;
-    const CUtensorMap* weights = of_down ? &maps.down_proj : again ? &maps.gate_up_again : &maps.gate_up_proj;
-    if (apart) weights = apart + work.expert;
-    const int expert = apart ? 0 : work.expert;  // where it is in the map
-    RingPosition<Shape::stages> ring(work.first_step);
-    barrier_arrive(shared_address(&shared.work_empty[position.slot]));
-    position.next();
-    if (last) return;
-    fence_async_all();  // what the tile waited for was written by ordinary stores
-    // Second half of a gate_up tile: the up rows, or without a gate simply the next columns.
-    const int second = sizes.gate_up_factor == 2 ? width + column : column + N / 2;
-    const int row_boxes = rows > 64 ? 2 : 1;
+  SharedMemory<N>& shared;
+  int lane;
+  std::uint32_t slot = 0, parity = 0;  // the stage
+  int state = 0;                       // 0: none, 1: on their way into the stage, 2: on their way out
+  int age = 0;                         // stages of the tile since then
+  int step = 0;                        // which of the tile's
+  std::int64_t row = 0;                // of the tile
+  int rows = 0;
+
+  // f(place, from, to, bytes) for each of this lane's pieces of a step
+  template <class F>
+  __device__ __forceinline__ void for_each_piece(F&& f) {
+    const PassData& data = shared.data();
+    const PackShape shape(data, Shape::stage_bytes);
+    const std::int64_t hidden = data.pass.sizes.hidden_size;
+    const int all = rows * shape.per_row - step * shape.per_stage,
+              count = all < shape.per_stage ? all : shape.per_stage;
+    const std::uint32_t place = shared_address(shared.stage[slot]);
 #pragma unroll 1
-    for (int k = 0; k < k_steps; ++k, ring.next()) {
-      barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
-      const std::uint32_t a = shared_address(shared.stage[ring.slot]), b = a + Shape::a_bytes;
-      const std::uint32_t full = shared_address(&shared.full[ring.slot]);
-      switch (stage) {
-        case Stage::gate_up:
-          barrier_arrive_expect(full, Shape::b_bytes);
-          tma_load(b, weights, full, k * depth, column, expert);
-          tma_load(b + Shape::b_bytes / 2, weights, full, k * depth, second, expert);
-          break;
-        case Stage::down:
-          barrier_arrive_expect(full, row_boxes * 8192 + Shape::b_bytes);
-          for (int i = 0; i < row_boxes; ++i) tma_load(a + i * 8192, &maps.activated, full, k * depth, row_begin + 64 * i);
-          tma_load(b, weights, full, k * depth, column, expert);
-          break;
-        case Stage::down_dgrad:
-          barrier_arrive_expect(full, Shape::b_bytes);
-          for (int i = 0; i < N / 64; ++i) {
-            tma_load(b + i * mn_block_bytes, weights, full, column + 64 * i, k * depth, expert);
-          }
-          break;
-        case Stage::gate_up_dgrad:
-          barrier_arrive_expect(full, row_boxes * 8192 + Shape::b_bytes);
-          for (int i = 0; i < row_boxes; ++i) {
-            tma_load(a + i * 8192, &maps.d_pre_activation, full, k * depth, row_begin + 64 * i);
-          }
-          for (int i = 0; i < N / 64; ++i) {
-            tma_load(b + i * mn_block_bytes, weights, full, column + 64 * i, k * depth, expert);
-          }
-          break;
-        // The last rows of an expert, where not 64 of them are left, are copied by the gathering warps, which zero what
-        // follows: a box would bring rows of the next expert.
-        case Stage::gate_up_wgrad:
-          if ((k + 1) * depth > sum_rows) {
-            barrier_arrive(full);
-            break;
-          }
-          barrier_arrive_expect(full, row_boxes * mn_block_bytes);
-          for (int i = 0; i < row_boxes; ++i) {
-            tma_load(a + i * mn_block_bytes, &maps.d_pre_activation, full, output_row + 64 * i, row_begin + k * depth);
-          }
-          break;
-        default:  // down_wgrad
-          if ((k + 1) * depth > sum_rows) {
-            barrier_arrive(full);
-            break;
-          }
-          barrier_arrive_expect(full, Shape::b_bytes);
-          for (int i = 0; i < N / 64; ++i) {
-            tma_load(b + i * mn_block_bytes, &maps.activated, full, column + 64 * i, row_begin + k * depth);
-          }
-      }
+    for (int i = lane; i < count; i += 32) {
+      const int piece = step * shape.per_stage + i, inside = piece % shape.per_row;
+      const std::int64_t r = row + piece / shape.per_row * cluster_blocks;
+      const bool of_x = data.packed_x && inside < shape.pieces;
+      const int column = inside % shape.pieces * shape.columns;
+      const int columns =
+          static_cast<int>(hidden) - column < shape.columns ? static_cast<int>(hidden) - column : shape.columns;
+      f(place + i * 2 * shape.columns, r, of_x, column, columns * 2);
     }
   }
-}
-
-// --- warps 2 and 3: gathered rows ------------------------------------------------------------------------------------
-
-// Copies 32 rows of 128 bytes, 4 rows at a time: lane l copies 16-byte piece l % 8 of rows l / 8 + 4 i into the swizzled
-// block at `destination` (aligned to 1024). `offset`: of lane l, where row l begins, in 16 bytes; absent_row: zeros.
-__device__ inline void gather_32_rows(std::uint32_t destination, const bfloat16* base, std::uint32_t offset, bool inside, int lane) {
-  const int piece = lane % 8, row = lane / 8;
-  const std::uint32_t even = destination + row * 128 + ((piece ^ row) << 4);
-  const std::uint32_t odd = destination + (row + 4) * 128 + ((piece ^ (row + 4)) << 4);
-  // All shuffles first: they and the copies keep their order, and one by one each copy would wait for its shuffle.
-  std::uint32_t from[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) from[i] = __shfl_sync(~0u, offset, row + 4 * i);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const bool valid = inside && from[i] != absent_row;
-    copy_16_async((i % 2 ? odd : even) + i / 2 * 1024, base + std::uint64_t(valid ? from[i] : 0) * 8, valid);
-  }
-}
-// Of an mn_major operand, `blocks` blocks of 64 columns from `column` on: 32 rows that begin at `offset`.
-__device__ inline void gather_columns(std::uint32_t destination, const bfloat16* base, std::uint32_t offset, int blocks,
-                                      std::int64_t column, std::int64_t columns, int lane) {
-#pragma unroll 1
-  for (int b = 0; b < blocks; ++b) {
-    const std::int64_t c = column + b * 64 + lane % 8 * 8;
-    gather_32_rows(destination + b * mn_block_bytes, base + (c < columns ? c : 0), offset, c < columns, lane);
-  }
-}
-
-template <int N>
-__device__ inline void gather_tiles(const Parameters& p, SharedMemory<N>& shared, int thread) {
-  using Shape = BlockShape<N>;
-  const PassData& data = p.data;
-  const schedule::Sizes& sizes = data.pass.sizes;
-  const int lane = thread % 32, first_row = thread / 32 * 32;  // this warp copies rows first_row .. + 31 of each 64
-  const std::int64_t hidden = sizes.hidden_size;
-  RingPosition<Shape::works> position(0);
-  // The stages of all tiles, one after the other, also of those without rows to gather: a parity tells a phase from its
-  // neighbours only.
-  RingPosition<Shape::stages> ring(0);
-  auto begin_stage = [&] {
-    barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
-    return shared_address(shared.stage[ring.slot]);
-  };
-  auto end_stage = [&] {
-    copy_arrive(shared_address(&shared.full[ring.slot]));
+  __device__ __forceinline__ void begin(RingPosition<Shape::stages>& ring, int which) {
+    finish();
+    slot = ring.slot, parity = ring.parity, step = which, age = 0, state = 1;
+    barrier_wait(shared_address(&shared.empty[slot]), parity ^ 1);
+    const std::uint32_t full = shared_address(&shared.full[slot]);
+    unsigned mine = 0;
+    for_each_piece([&](std::uint32_t, std::int64_t, bool, int, int bytes) { mine += bytes; });
+    const unsigned bytes = __reduce_add_sync(~0u, mine);
+    if (lane == 0) barrier_arrive_expect(full, bytes);
+    __syncwarp();
+    const PassData& data = shared.data();
+    for_each_piece([&](std::uint32_t place, std::int64_t r, bool of_x, int column, int piece_bytes) {
+      const std::int64_t token =
+          static_cast<unsigned>(data.pass.layout.row_route[r]) / static_cast<unsigned>(data.pass.sizes.top_k);
+      bulk_load(place, (of_x ? data.x + token * data.x_stride : data.dy + token * data.dy_stride) + column, piece_bytes,
+                full);
+    });
     ring.next();
+  }
+  __device__ __forceinline__ void write_out() {
+    barrier_wait(shared_address(&shared.full[slot]), parity);
+    const PassData& data = shared.data();
+    for_each_piece([&](std::uint32_t place, std::int64_t r, bool of_x, int column, int bytes) {
+      bulk_store((of_x ? data.packed_x : data.packed_dy) + r * data.pass.sizes.hidden_size + column, place, bytes);
+    });
+    bulk_commit();
+    state = 2;
+  }
+  __device__ __forceinline__ void give_back() {
+    bulk_wait_read();
+    __syncwarp();
+    if (lane < cluster_blocks) barrier_arrive_at(address_in(lane, shared_address(&shared.empty[slot])));
+    state = 0;
+  }
+  __device__ __forceinline__ void finish() {
+    if (state == 1) write_out();
+    if (state == 2) give_back();
+  }
+  // Before each stage of the tile's own; the ring must not come to the stage in use.
+  __device__ __forceinline__ void advance() {
+    if (state == 1 && age == 2)
+      write_out();
+    else if (state == 2 && age >= 3)
+      give_back();
+    ++age;
+  }
+  // All that the tile had to pack is there.
+  __device__ __forceinline__ void publish(std::int64_t block) {
+    finish();
+    bulk_wait();
+    fence_async_all();
+    __threadfence();
+    __syncwarp();
+    if (lane == 0 && rows > 0) {
+      add_release(shared.data().counters.local + shared.map().gate_up_done + block,
+                  static_cast<unsigned long long>(rows) << packed_shift);
+    }
+  }
+};
+
+// What a loading warp needs of a tile.
+struct LoadJob {
+  Stage stage;
+  bool last, sums_rows;
+  int group, expert, rows, column, blocks, row_begin, output_row, k_steps, pack_steps, pack_interval;
+  __device__ explicit LoadJob(const Work& work)
+      : stage(work.stage),
+        last(work.last),
+        sums_rows(work.stage == Stage::gate_up_wgrad || work.stage == Stage::down_wgrad),
+        group(work.group),
+        expert(work.expert),
+        rows(work.rows),
+        column(work.column),
+        blocks(work.n / 64),
+        row_begin(static_cast<int>(work.row_begin)),
+        output_row(work.output_row),
+        k_steps(work.k_steps),
+        pack_steps(work.pack_steps),
+        pack_interval(work.pack_interval) {}
+};
+
+// Warp 1.
+template <int N>
+__device__ __forceinline__ void load_a(const Parameters& p, SharedMemory<N>& shared, int lane) {
+  using Shape = BlockShape<N>;
+  const int rank = static_cast<int>(cluster_rank());
+  RingPosition<Shape::works> position(0);
+  RingPosition<Shape::stages> ring(0);
+  Packing<N> packing{shared, lane};
+  // Waits until both blocks are done with the next stage, and tells both that this warp will be, once the others are.
+  auto await_stage = [&] {
+    const std::uint32_t empty = shared_address(&shared.empty[ring.slot]);
+    barrier_wait(empty, ring.parity ^ 1);
+    if (lane < cluster_blocks) barrier_arrive_at(address_in(lane, empty));
   };
   while (true) {
     barrier_wait(shared_address(&shared.work_full[position.slot]), position.parity);
     const Work& work = shared.work[position.slot];
-    const bool last = work.last;
-    const Stage stage = work.stage;
-    const int k_steps = work.k_steps, group = work.group, rows = work.rows;
-    auto leave_work = [&] {
-      barrier_arrive(shared_address(&shared.work_empty[position.slot]));  // each lane for its own reads
-      position.next();
-    };
-    if (last || !is_gathered(stage)) {
-      leave_work();
-      if (last) return;
+    const LoadJob job(work);
+    const int pack_block = work.pack_block;
+    packing.row = work.pack_row, packing.rows = work.pack_rows;
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&shared.work_empty[position.slot]));
+    position.next();
+    if (job.last) break;
+    fence_async_all();  // what the tile waited for was written by ordinary stores
+    const GroupMaps& maps = p.maps[job.group];
+    const CUtensorMap* map = &maps.x;
+    if (job.stage == Stage::down) map = &maps.activated;
+    if (job.stage == Stage::down_dgrad || job.stage == Stage::down_wgrad) map = &maps.dy;
+    if (job.stage == Stage::gate_up_dgrad || job.stage == Stage::gate_up_wgrad) map = &maps.d_pre_activation;
+    const bool two = job.rows > 64, combine = job.stage == Stage::combine;
+    int c0 = job.sums_rows ? job.output_row : 0, c1 = job.row_begin + rank * box_rows, packed = 0;
 #pragma unroll 1
-      for (int k = 0; k < k_steps; ++k) {
-        begin_stage();
-        __syncwarp();
-        if (lane == 0) barrier_arrive(shared_address(&shared.full[ring.slot]), 32);
+    for (int k = 0; k < job.k_steps; ++k) {
+      if (packed < job.pack_steps && k == packed * job.pack_interval) packing.begin(ring, packed++);
+      packing.advance();
+      await_stage();
+      if (lane == 0) {
+        const std::uint32_t place = shared_address(shared.stage[ring.slot]) + rank * (box_rows * 128);
+        const std::uint32_t full = shared_address(&shared.full[ring.slot]);
+        if (combine) {
+          barrier_arrive(full);
+        } else {
+          constexpr std::uint16_t both = 3;
+          barrier_arrive_expect(full, two ? 16384 : 8192);
+          tma_load_to_all(place, map, full, c0, c1, both);
+          if (two)
+            tma_load_to_all(place + 8192, map, full, job.sums_rows ? c0 + 64 : c0, job.sums_rows ? c1 : c1 + 64, both);
+        }
+      }
+      __syncwarp();
+      (job.sums_rows ? c1 : c0) += depth;
+      ring.next();
+    }
+    if (job.pack_steps > 0) packing.publish(pack_block);
+  }
+  named_barrier_arrive(barrier_end, 2 * consumer_threads + 2 * 32);
+}
+
+// Warp 2.
+template <int N>
+__device__ __forceinline__ void load_b(const Parameters& p, SharedMemory<N>& shared, int lane) {
+  using Shape = BlockShape<N>;
+  const schedule::Sizes& sizes = shared.data().pass.sizes;
+  RingPosition<Shape::works> position(0);
+  RingPosition<Shape::stages> ring(0);
+  while (true) {
+    barrier_wait(shared_address(&shared.work_full[position.slot]), position.parity);
+    const Work& work = shared.work[position.slot];
+    const LoadJob job(work);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&shared.work_empty[position.slot]));
+    position.next();
+    if (job.last) break;
+    fence_async_all();
+    const GroupMaps& maps = p.maps[job.group];
+    const bool of_down = job.stage == Stage::down || job.stage == Stage::down_dgrad;
+    const bool again = job.stage == Stage::gate_up && sizes.direction == schedule::Direction::backward;
+    const CUtensorMap* apart = of_down ? maps.down_apart : again ? maps.gate_up_again_apart : maps.gate_up_apart;
+    const CUtensorMap* map = of_down ? &maps.down_proj : again ? &maps.gate_up_again : &maps.gate_up_proj;
+    if (apart) map = apart + job.expert;
+    const int expert = apart ? 0 : job.expert;  // where it is in the map
+    if (job.stage == Stage::gate_up_wgrad) map = &maps.x;
+    if (job.stage == Stage::down_wgrad) map = &maps.activated;
+    if (job.stage == Stage::combine) map = &maps.slots;
+    // 32 gate rows and the 32 up rows that belong to them, in turns; without a gate simply the next rows.
+    const int factor = sizes.gate_up_factor, width = static_cast<int>(shared.data().groups[job.group].width);
+    const int second = factor == 2 ? width : box_rows, next = factor == 2 ? box_rows : 2 * box_rows;
+    if (job.stage == Stage::down_dgrad) {  // its epilogue reads the pre-activation, which is nowhere near
+      const int boxes = (job.rows > 64 ? 4 : 2) * job.blocks * factor;
+      for (int i = lane; i < boxes; i += 32) {
+        const int box = i / factor;
+        tma_prefetch(&maps.pre_activation, job.column + box % job.blocks * 64 + i % factor * width,
+                     job.row_begin + box / job.blocks * box_rows);
+      }
+      __syncwarp();
+    }
+    const int tokens = job.stage == Stage::combine ? combine_tokens<N>(sizes.top_k) : 0;
+    int left = job.pack_steps, next_pack = 0;
+#pragma unroll 1
+    for (int k = 0; k < job.k_steps; ++k) {
+      if (left > 0 && k == next_pack) {  // the stage passes
+        barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
+        if (lane == 0) barrier_arrive(shared_address(&shared.full[ring.slot]));
+        --left, next_pack += job.pack_interval;
         ring.next();
       }
-      continue;
-    }
-    if (stage == Stage::gate_up || stage == Stage::down_dgrad) {  // A: rows of x or dY, 64 columns at a time
-      const std::uint32_t offset = work.row_offset[first_row + lane], offset_below = work.row_offset[64 + first_row + lane];
-      leave_work();
-      const bfloat16* base = (stage == Stage::gate_up ? data.x : data.dy) + lane % 8 * 8;
-      const int columns = static_cast<int>(hidden) - lane % 8 * 8;
+      barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
+      if (lane == 0) {
+        const std::uint32_t full = shared_address(&shared.full[ring.slot]);
+        std::uint32_t place =
+            shared_address(shared.stage[ring.slot]) + (job.stage == Stage::combine ? 0 : Shape::a_bytes);
+        if (job.stage == Stage::combine) {
+          const int begin = k * tokens, slots = (job.rows - begin < tokens ? job.rows - begin : tokens) * sizes.top_k;
+          const int boxes = (slots + box_rows - 1) / box_rows;
+          barrier_arrive_expect(full, job.blocks * boxes * 4096);
 #pragma unroll 1
-      for (int k = 0; k < k_steps; ++k) {
-        const std::uint32_t a = begin_stage() + first_row * 128;
-        const bool inside = k * depth < columns;
-        const bfloat16* source = base + (inside ? k * depth : 0);
-        gather_32_rows(a, source, offset, inside, lane);
-        if (rows > 64) gather_32_rows(a + 64 * 128, source, offset_below, inside, lane);  // else only 64 are multiplied
-        end_stage();
-      }
-    } else {
-      const bool of_x = stage == Stage::gate_up_wgrad;
-      const bfloat16* base = of_x ? data.x : data.dy;
-      const unsigned stride = static_cast<unsigned>((of_x ? data.x_stride : data.dy_stride) / 8);
-      const unsigned divisor = group > 0 ? 1u : static_cast<unsigned>(sizes.top_k);
-      const std::int64_t row_begin = work.row_begin;
-      const int sum_rows = work.sum_rows, column = work.column, output_row = work.output_row;
-      const int row_boxes = rows > 64 ? 2 : 1;
-      leave_work();
-      const std::int32_t* routes = data.pass.layout.row_route + row_begin;
-      // Where the row of a lane begins, one stage ahead.
-      auto route_of = [&](int k) -> unsigned {
-        const int r = k * depth + first_row + lane;
-        return r >= sum_rows ? 0u : group > 0 ? static_cast<unsigned>(r) : static_cast<unsigned>(__ldg(routes + r));
-      };
-      unsigned route = route_of(0);
+          for (int b = 0; b < job.blocks; ++b) {
 #pragma unroll 1
-      for (int k = 0; k < k_steps; ++k) {
-        const int r = k * depth + first_row + lane;
-        const std::uint32_t offset = r < sum_rows ? route / divisor * stride : absent_row;
-        route = route_of(k + 1);
-        const std::uint32_t stage_address = begin_stage();
-        const std::uint32_t a = stage_address + first_row * 128, b = a + Shape::a_bytes;
-        if (of_x) {
-          gather_columns(b, base, offset, N / 64, column, hidden, lane);
+            for (int i = 0; i < boxes; ++i) {
+              tma_load(place + (b * slot_boxes<N> + i) * 4096, map, full, job.column + 64 * b,
+                       (job.row_begin + begin) * sizes.top_k + i * box_rows);
+            }
+          }
         } else {
-          gather_columns(a, base, offset, row_boxes, output_row, hidden, lane);
-        }
-        if ((k + 1) * depth > sum_rows) {  // the other operand's last rows, for which the copy engine stood back
-          const ExpertGroup& tensors = data.groups[group];
-          const std::int64_t width = of_x ? sizes.gate_up_factor * tensors.width : tensors.width;
-          const bfloat16* other = (of_x ? tensors.d_pre_activation : tensors.activated) + row_begin * width;
-          const std::uint32_t at = r < sum_rows ? static_cast<std::uint32_t>(r * (width / 8)) : absent_row;
-          if (of_x) {
-            gather_columns(a, other, at, row_boxes, output_row, width, lane);
+          barrier_arrive_expect(full, job.blocks * 8192);
+          if (job.stage == Stage::gate_up) {
+            int row = job.column;
+#pragma unroll 1
+            for (int i = 0; i < job.blocks; ++i, place += 8192, row += next) {
+              tma_load(place, map, full, k * depth, row, expert);
+              tma_load(place + 4096, map, full, k * depth, row + second, expert);
+            }
+          } else if (job.sums_rows) {
+#pragma unroll 1
+            for (int i = 0; i < job.blocks; ++i, place += 8192) {
+              tma_load(place, map, full, job.column + 64 * i, job.row_begin + k * depth);
+              tma_load(place + 4096, map, full, job.column + 64 * i, job.row_begin + k * depth + box_rows);
+            }
           } else {
-            gather_columns(b, other, at, N / 64, column, width, lane);
+            const bool along_k = job.stage == Stage::down;
+            int c0 = along_k ? k * depth : job.column, c1 = along_k ? job.column : k * depth;
+#pragma unroll 1
+            for (int i = 0; i < job.blocks; ++i, place += 8192) {
+              tma_load(place, map, full, c0, c1, expert);
+              (along_k ? c1 : c0) += 64;
+            }
           }
         }
-        end_stage();
+      }
+      __syncwarp();
+      ring.next();
+    }
+  }
+}
+
+// --- packed rows: the first ones -------------------------------------------------------------------------------------
+
+// Copies routed rows first + part, first + part + parts, .. of [first, last) of row block `block` (counted over all
+// experts) with one warp, and counts them.
+__device__ __forceinline__ void pack_rows(const PassData& data, const schedule::CounterMap& map, std::int64_t block,
+                                          std::int64_t first, std::int64_t last, int part, int parts, int lane) {
+  const std::int64_t hidden = data.pass.sizes.hidden_size;
+  const unsigned top_k = static_cast<unsigned>(data.pass.sizes.top_k);
+  auto copy = [&](const bfloat16* from, bfloat16* to) {
+    constexpr int batch = 4;  // pieces of 16 bytes a lane has on their way
+#pragma unroll 1
+    for (int column = lane * 8; column < hidden; column += batch * 256) {
+      uint4 piece[batch];
+#pragma unroll
+      for (int i = 0; i < batch; ++i) {
+        if (column + i * 256 < hidden) piece[i] = __ldcg(reinterpret_cast<const uint4*>(from + column + i * 256));
+      }
+#pragma unroll
+      for (int i = 0; i < batch; ++i) {
+        if (column + i * 256 < hidden) __stcg(reinterpret_cast<uint4*>(to + column + i * 256), piece[i]);
       }
     }
+  };
+  unsigned count = 0;
+  for (std::int64_t begin = first + part; begin < last; begin += 32 * parts) {
+    const std::int64_t mine = begin + lane * parts;
+    const unsigned route = mine < last ? static_cast<unsigned>(data.pass.layout.row_route[mine]) : 0;
+    const unsigned token = route / top_k;
+#pragma unroll 1
+    for (int i = 0; i < 32 && begin + i * parts < last; ++i, ++count) {
+      const std::int64_t row = begin + i * parts, from = __shfl_sync(~0u, token, i);
+      if (data.packed_x) copy(data.x + from * data.x_stride, data.packed_x + row * hidden);
+      if (data.packed_dy) copy(data.dy + from * data.dy_stride, data.packed_dy + row * hidden);
+    }
+  }
+  if (count == 0) return;
+  fence_async_all();  // the copy engine reads these rows
+  __threadfence();
+  __syncwarp();
+  if (lane == 0) {
+    add_release(data.counters.local + map.gate_up_done + block, static_cast<unsigned long long>(count) << packed_shift);
+  }
+}
+
+// The first blocks' rows, by all warps of the blocks that are there: a block that starts late need not be waited for.
+__device__ __forceinline__ void pack_first_rows(const PassData& data, const schedule::CounterMap& map, int lane) {
+  const schedule::Pass& pass = data.pass;
+  if (pass.sizes.local_experts == 0) return;
+  constexpr int units = 16;  // of a block
+  const std::int64_t blocks = schedule::min_of(pass.routed_blocks(), pass.sizes.tile.group_blocks);
+  auto take = [&] {
+    const unsigned long long unit = lane == 0 ? atomicAdd(data.counters.control + 2, 1ull) : 0;
+    return static_cast<std::int64_t>(__shfl_sync(~0u, unit, 0));
+  };
+  for (std::int64_t unit = take(); unit < blocks * units; unit = take()) {
+    const schedule::RowRange rows = rows_of_block(pass, unit / units);
+    pack_rows(data, map, unit / units, rows.begin, rows.end, static_cast<int>(unit % units), units, lane);
   }
 }
 

@@ -10,12 +10,11 @@ template <int N>
 struct Sums {
   float value[2][N / 2];
 
-  // Every value must be set for every tile: one that might still be an earlier tile's would occupy its register all through
-  // the others' main loops.
-  template <int Begin, int End>
+  // Every value must be set for every tile: one that might still be an earlier tile's would occupy its register all
+  // through the others' main loops.
   __device__ void clear() {
 #pragma unroll
-    for (int m = Begin; m < End; ++m) {
+    for (int m = 0; m < 2; ++m) {
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) value[m][i] = 0.0f;
       hold(value[m]);
@@ -23,53 +22,100 @@ struct Sums {
   }
 };
 
-// Sums `Blocks` blocks of 64 rows. One 16-deep product follows the other through k, whatever N and Blocks, so an
-// element's sum does not depend on the tile it is in. `my_turn` and `your_turn`: barriers of the two warpgroups.
-template <int Blocks, Major A, Major B, int N, int RingN>
-__device__ __forceinline__ void multiply_blocks(SharedMemory<RingN>& shared, Sums<N>& sums, std::uint32_t first_step, int k_steps,
-                                                bool gathered, int my_turn, int your_turn) {
+// The warps of both blocks tell both that they are done with a stage.
+__device__ __forceinline__ void release_stage(std::uint32_t empty) {
+  const std::uint32_t lane = static_cast<std::uint32_t>(thread_now()) % 32;
+  if (lane < cluster_blocks) barrier_arrive_at(address_in(lane, empty));
+}
+
+// Zeros in rows `first` to 63 of `Count` blocks of 64 x 64 in the layout mn_major, by a warpgroup: the first `a_blocks`
+// lie at `a`, the others at `b`.
+template <int Count>
+__device__ __forceinline__ void clear_rows(std::uint32_t a, std::uint32_t b, int a_blocks, int first) {
+  const int thread = thread_now() % consumer_threads, row = thread / 8;
+#pragma unroll 1
+  for (int block = 0; block < Count; ++block) {
+    const std::uint32_t place =
+        (block < a_blocks ? a + block * mn_block_bytes : b + (block - a_blocks) * mn_block_bytes) + thread % 8 * 16;
+#pragma unroll 1
+    for (int r = row; r < depth; r += consumer_threads / 8) {
+      if (r >= first) store_shared_16(place + r * 128, uint4{0, 0, 0, 0});
+    }
+  }
+}
+
+// Sums `Blocks` blocks of 64 rows and n columns. One 16-deep product follows the other through k, whatever n and
+// Blocks, so an element's sum does not depend on the tile it is in.
+template <int Blocks, int n, Major A, Major B, int N, int RingN>
+__device__ __forceinline__ void multiply_stages(SharedMemory<RingN>& shared, Sums<N>& sums, const Work& work,
+                                                int your_turn) {
   using Shape = BlockShape<RingN>;
-  sums.template clear<0, Blocks>();  // while the other warpgroup multiplies
-  RingPosition<Shape::stages> ring(first_step);
+  const int k_steps = work.k_steps;
+  RingPosition<Shape::stages> ring(work.first_step);
+  int pack_steps = work.pack_steps, next_pack = 0;
   std::uint32_t previous = 0;
-  named_barrier_sync(my_turn, 2 * consumer_threads);
 #pragma unroll 1
   for (int k = 0; k < k_steps; ++k) {
+    if (pack_steps > 0 &&
+        k == next_pack) {  // a stage with rows being packed: a parity tells a phase from its neighbours only
+      barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
+      release_stage(shared_address(&shared.empty[ring.slot]));
+      ring.next();
+      --pack_steps, next_pack += work.pack_interval;
+    }
     barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
     const std::uint32_t a = shared_address(shared.stage[ring.slot]), b = a + Shape::a_bytes;
-#ifndef MOELITH_SM90_NO_GATHER_FENCE
-    if (gathered) fence_async_shared();  // copies of 16 bytes are ordinary writes
-#endif
+    if constexpr (A == Major::mn) {
+      const int rows = work.sum_rows - k * depth;
+      if (rows < depth) {  // what follows in memory are rows of the next expert
+        clear_rows<Blocks + n / 64>(a, b, Blocks, rows);
+        fence_async_shared();
+        named_barrier_sync(barrier_own + (thread_now() - first_consumer) / consumer_threads, consumer_threads);
+      }
+    }
     product_fence();
 #pragma unroll
     for (int kk = 0; kk < depth / 16; ++kk) {
 #pragma unroll
       for (int m = 0; m < Blocks; ++m) {
-        product<N, A, B>(sums.value[m], operand_descriptor<A>(a + kk * k_step_bytes<A> + m * 8192),
+        product<n, A, B>(sums.value[m], operand_descriptor<A>(a + kk * k_step_bytes<A> + m * 8192),
                          operand_descriptor<B>(b + kk * k_step_bytes<B>), true);
       }
     }
     product_commit();
     product_wait<1>();
-    if (k > 0 && thread_now() % 32 == 0) barrier_arrive(previous);
+    if (k > 0) release_stage(previous);
     previous = shared_address(&shared.empty[ring.slot]);
     ring.next();
   }
   named_barrier_arrive(your_turn, 2 * consumer_threads);
   product_wait<0>();
 #pragma unroll
-  for (int m = 0; m < Blocks; ++m) hold(sums.value[m]);
-  sums.template clear<Blocks, 2>();
-  if (k_steps > 0 && thread_now() % 32 == 0) barrier_arrive(previous);
+  for (int m = 0; m < 2; ++m) hold(sums.value[m]);
+  if (k_steps > 0) release_stage(previous);
 }
 
+// `my_turn` and `your_turn`: barriers of the two warpgroups.
 template <Major A, Major B, int N, int RingN>
-__device__ __forceinline__ void multiply(SharedMemory<RingN>& shared, Sums<N>& sums, int rows, std::uint32_t first_step, int k_steps,
-                                         bool gathered, int my_turn, int your_turn) {
-  if (rows > 64) {
-    multiply_blocks<2, A, B>(shared, sums, first_step, k_steps, gathered, my_turn, your_turn);
+__device__ __forceinline__ void multiply(SharedMemory<RingN>& shared, Sums<N>& sums, const Work& work, int my_turn,
+                                         int your_turn) {
+  sums.clear();  // while the other warpgroup multiplies
+  named_barrier_sync(my_turn, 2 * consumer_threads);
+  const int n = work.n;
+  if (work.rows > 64) {
+    if (n == 64)
+      multiply_stages<2, 64, A, B>(shared, sums, work, your_turn);
+    else if (N == 128 || n == 128)
+      multiply_stages<2, 128, A, B>(shared, sums, work, your_turn);
+    else
+      multiply_stages<2, N, A, B>(shared, sums, work, your_turn);
   } else {
-    multiply_blocks<1, A, B>(shared, sums, first_step, k_steps, gathered, my_turn, your_turn);
+    if (n == 64)
+      multiply_stages<1, 64, A, B>(shared, sums, work, your_turn);
+    else if (N == 128 || n == 128)
+      multiply_stages<1, 128, A, B>(shared, sums, work, your_turn);
+    else
+      multiply_stages<1, N, A, B>(shared, sums, work, your_turn);
   }
 }
 

@@ -1,13 +1,17 @@
 // The shape that all blocks of the sm_90a executor have, its shared memory, and what travels through it.
 //
-// A block is one warpgroup that fetches and two that compute ("ping-pong": while one multiplies, the other writes out its
-// last tile, so that short sums do not leave the tensor cores idle):
-//   warp 0      takes tiles, waits for their inputs, publishes them as Work
-//   warp 1      one thread issues the copy engine's loads
-//   warps 2, 3  16-byte copies of gathered rows (four warps were slower)
+// Two blocks that lie side by side (a cluster) share a tile: each has one half of its columns. Both need the same rows
+// of A, so each loads half of them and the copy engine writes them into both ("multicast"). A block is one warpgroup
+// that fetches and two that compute ("ping-pong": while one multiplies, the other writes out its last tile, so that
+// short sums do not leave the tensor cores idle):
+//   warp 0      of the first block takes tiles and waits for their inputs
+//   warp 1      has the copy engine load A, and rows that are packed beside a tile
+//   warp 2      has it load B
+//   warp 3      works out what a tile is and publishes it as Work
 //   warps 4-7, 8-11  each takes every other tile of the block
-// Operands go through a ring of stages, each 64 deep in k: A of 128 rows (16 KiB) and B of N columns (N * 128 bytes), in
-// the layouts of sm90_primitives.cuh.
+// Operands go through a ring of stages, each 64 deep in k: A of 128 rows (16 KiB) and B of N columns (N * 128 bytes),
+// in the layouts of sm90_primitives.cuh. The two rings of a cluster run in step: a stage is free when both blocks are
+// done with it.
 #pragma once
 
 #include "executors/cuda/pass_data.hpp"
@@ -19,16 +23,20 @@ namespace moelith::executors::cuda::sm90 {
 using schedule::Stage;
 
 inline constexpr int threads = 384, first_consumer = 128, consumer_threads = 128;
-inline constexpr int rows_per_tile = 128, depth = 64;   // rows of A, k of a stage
-inline constexpr int gather_warps = 2, gather_threads = 32 * gather_warps;
+inline constexpr int cluster_blocks = 2;
+inline constexpr int rows_per_tile = 128, depth = 64;  // rows of A, k of a stage
+inline constexpr int box_rows = 32;                    // of A: half of the 64 rows that one product takes
 
 // Tensor maps of a group, with the boxes that the stages load: 64 columns (128 bytes) by ..
 struct GroupMaps {
-  CUtensorMap gate_up_proj;      // [experts, F I, H]: forward N / 2 rows, backward 64
-  CUtensorMap down_proj;         // [experts, H, I]: forward N rows, backward 64
-  CUtensorMap activated;         // [rows, I]: 64 rows
-  CUtensorMap d_pre_activation;  // [rows, F I]: 64 rows, backward
-  CUtensorMap gate_up_again;     // [experts, F I, H]: N / 2 rows, backward when recomputing
+  CUtensorMap x, dy;             // [rows, H], packed, or the tokens themselves (shared experts): 32 rows
+  CUtensorMap gate_up_proj;      // [experts, F I, H]: forward 32 rows, backward 64
+  CUtensorMap down_proj;         // [experts, H, I]: 64 rows
+  CUtensorMap activated;         // [rows, I]: 32 rows
+  CUtensorMap d_pre_activation;  // [rows, F I]: 32 rows, backward
+  CUtensorMap gate_up_again;     // [experts, F I, H]: 32 rows, backward when recomputing
+  CUtensorMap pre_activation;    // [rows, F I]: 32 rows, backward
+  CUtensorMap slots;             // [T k, H], of the routed experts: 32 rows
   // In the place of the weights' maps, one for each expert, in device memory; null where the experts are stacked.
   const CUtensorMap *gate_up_apart, *down_apart, *gate_up_again_apart;
 };
@@ -39,32 +47,38 @@ struct Parameters {
   GroupMaps maps[1 + schedule::max_shared_experts];
 };
 
-inline constexpr std::uint32_t absent_row = ~0u;
-
-// A tile, decoded, as the warps of a block hand it on.
+// A tile, decoded, as the warps of a block hand it on. Columns are those of this block's half.
 struct Work {
   Stage stage;
   bool last;                   // no tile: the block is done
   std::int32_t group, expert;  // expert: index within the group's stacked tensors
-  std::int32_t column_block;
+  std::int32_t column_block;   // of the tile
   std::int32_t rows;           // of the output tile, 1 to 128; tokens of a combine tile
   std::int32_t column;         // first output column
+  std::int32_t columns;        // of the output, 0 to N
+  std::int32_t n;              // columns of the product: 64, 128, .. N (gate_up: 32 of gate, 32 of up and so on)
   std::int64_t row_begin;      // first row of A (a row of the group); of a weight gradient, first row of the sum
   std::int32_t output_row;     // weight gradients: first row of the output
   std::int32_t sum_rows;       // weight gradients: rows summed over
   std::int32_t k_steps;        // stages of the ring that the tile uses,
   std::uint32_t first_step;    // from this one on, counted since the block began
+  std::int32_t pack_steps;     // rows to pack beside this tile: stages that they use,
+  std::int32_t pack_interval;  // one before every so many of the tile's own, from the first on,
+  std::int32_t pack_block;     // their row block, counted over all experts,
+  std::int32_t pack_rows;      // how many, and
+  std::int64_t pack_row;       // the first; the others are cluster_blocks apart
   schedule::Tile tile;
-  std::int32_t row_index[rows_per_tile];    // route of each row, or token of a shared expert
-  std::uint32_t row_offset[rows_per_tile];  // where its row of x or dY begins, in 16 bytes; absent_row past the tile's end
+  std::int32_t row_index[rows_per_tile];  // route of each row, or token of a shared expert
 };
 
 template <int N>
 struct BlockShape {
-  static_assert(N == 64 || N == 128);  // beside the sums of 128 x 192, too few registers are left for all else
+  static_assert(N == 128 || N == 192);
   static constexpr int a_bytes = rows_per_tile * 128, b_bytes = N * 128, stage_bytes = a_bytes + b_bytes;
-  static constexpr int stages = N == 64 ? 8 : 6;
-  static constexpr int fetch_registers = 72, compute_registers = 216;  // of a thread; 504 for one and two
+  static constexpr int stages = N == 192 ? 5 : 6;
+  // Of a thread, and of one that computes; together 504 for one and two. Beside the sums of 128 x 192 few are left.
+  static constexpr int fetch_registers = N == 192 ? 56 : 72, compute_registers = N == 192 ? 224 : 216;
+  static constexpr int down_dgrad_columns = 128;  // its epilogue needs more registers than the others
   static constexpr int works = 4;
   static constexpr int staging_bytes = 2048;  // of each computing warp: 16 rows of 128 bytes
 };
@@ -77,16 +91,28 @@ struct SharedMemory {
   Work work[Shape::works];
   std::uint64_t full[Shape::stages], empty[Shape::stages];
   std::uint64_t work_full[Shape::works], work_empty[Shape::works];
+  std::uint64_t mail_full[Shape::works], mail_empty[Shape::works];
+  std::int64_t mail[Shape::works];  // the tiles that the first block has taken; -1: no more
+  // Copies of what the launch brought. Read from there, values would be kept in registers from tile to tile, together
+  // with all that follows from them, and the computing warps have none to spare.
+  alignas(16) std::uint8_t data_copy[sizeof(PassData)];
+  alignas(16) std::uint8_t map_copy[sizeof(schedule::CounterMap)];
+  __device__ const PassData& data() const { return *reinterpret_cast<const PassData*>(data_copy); }
+  __device__ const schedule::CounterMap& map() const {
+    return *reinterpret_cast<const schedule::CounterMap*>(map_copy);
+  }
+
   std::uint32_t moment[2][4];  // of the timeline: what would otherwise take registers of the computing warps
 };
 template <int N>
-inline constexpr int shared_bytes = sizeof(SharedMemory<N>) + 1024;  // dynamic shared memory may start off alignment
+inline constexpr int shared_bytes = sizeof(SharedMemory<N>);
 
 // Arrivals that complete a phase.
-inline constexpr int full_arrivals = 1 + gather_threads;         // the copy engine's thread, the gathering threads
-inline constexpr int empty_arrivals = 4;                         // the warps of the warpgroup that used the stage
-inline constexpr int work_full_arrivals = 32;                      // each lane of the warp that takes tiles, for its own writes
-inline constexpr int work_empty_arrivals = 1 + gather_threads + 1; // copy thread, gathering threads, the computing warpgroup
+inline constexpr int full_arrivals = 2;  // the loading warps
+inline constexpr int empty_arrivals =
+    (4 + 1) * cluster_blocks;                      // the warps of the warpgroups that used the stage, and the
+                                                   // packing warps, which may have rows there to write out
+inline constexpr int work_empty_arrivals = 2 + 1;  // the loading warps, the computing warpgroup
 
 // Hardware barriers (0 is __syncthreads). turn + w: warpgroup w may multiply; own + w: the warps of w among themselves.
 inline constexpr int barrier_turn = 1, barrier_own = 3, barrier_end = 5;
@@ -101,8 +127,58 @@ struct RingPosition {
   }
 };
 
-__device__ inline bool is_gathered(Stage stage) {
-  return stage == Stage::gate_up || stage == Stage::down_dgrad || stage == Stage::gate_up_wgrad || stage == Stage::down_wgrad;
+// --- packed rows -----------------------------------------------------------------------------------------------------
+
+// Routed rows of x (and dY) are copied to where the copy engine finds them one after the other: row r of the routed
+// rows at r * H. Who copies what: a tile of the first stage of the routed pipeline, row block b and column tile c of C,
+// has beside it the c-th part of the rows of the block one group further, and the first group's rows are copied by all
+// before anything else. Such a tile stands in the order before those that wait for what is copied beside it, and
+// whoever takes it copies without waiting for anyone. So the order of the schedule still makes progress.
+//
+// The copies go through stages of the ring, between those of the tile's product: the loading warp fills such a stage,
+// later writes it out; the computing warps see it pass.
+//
+// The rows of a block that are there are counted in the high half of the block's counter for gate_up; tiles are counted
+// in the low half.
+inline constexpr int packed_shift = 32;
+
+__device__ inline bool packs(const schedule::Sizes& sizes, Stage stage) {
+  return stage ==
+         (sizes.direction == schedule::Direction::forward || sizes.recompute ? Stage::gate_up : Stage::down_dgrad);
+}
+// Whether the tile reads packed rows that it has to wait for. Weight gradients wait for tiles that have done so.
+__device__ inline bool reads_packed(Stage stage) { return stage == Stage::gate_up || stage == Stage::down_dgrad; }
+
+// How rows are cut for packing: pieces of a row of each tensor.
+struct PackShape {
+  int pieces, columns, per_row,
+      per_stage;  // columns of a piece (the last may have fewer); pieces of a row in all tensors
+  __device__ PackShape(const PassData& data, int stage_bytes) {
+    const int hidden = static_cast<int>(data.pass.sizes.hidden_size);
+    pieces = (hidden + 2047) / 2048;
+    columns = ((hidden + pieces - 1) / pieces + 7) / 8 * 8;
+    per_row = pieces * ((data.packed_x ? 1 : 0) + (data.packed_dy ? 1 : 0));
+    per_stage = stage_bytes / (2 * columns);
+  }
+};
+
+// --- combine ---------------------------------------------------------------------------------------------------------
+
+// Slots of a tile's tokens come through the ring too: 64 columns by 32 slots a box, boxes of the same columns one after
+// the other in a stage, which has the slots of whole tokens.
+template <int N>
+inline constexpr int slot_boxes = BlockShape<N>::stage_bytes / 4096 / (N / 64);  // of the same columns
+template <int N>
+__device__ inline int combine_tokens(int top_k) {
+  return slot_boxes<N> * box_rows / top_k;
+}
+// Stages of a tile; 0: its slots are read without the ring, since a computing warpgroup must have seen all stages of
+// its tile before the other may go on.
+template <int N>
+__device__ inline int combine_steps(const schedule::Sizes& sizes, int rows) {
+  const int tokens = combine_tokens<N>(sizes.top_k);
+  if (tokens == 0 || sizes.tile.token_block > tokens * BlockShape<N>::stages) return 0;
+  return (rows + tokens - 1) / tokens;
 }
 
 }  // namespace moelith::executors::cuda::sm90

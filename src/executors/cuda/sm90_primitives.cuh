@@ -25,7 +25,9 @@ __device__ __forceinline__ void barrier_init(std::uint32_t barrier, std::uint32_
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 // Makes initialised barriers visible to the copy engine.
-__device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 __device__ __forceinline__ void barrier_arrive(std::uint32_t barrier, std::uint32_t count = 1) {
   asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
@@ -48,6 +50,44 @@ __device__ __forceinline__ void barrier_wait(std::uint32_t barrier, std::uint32_
       : "memory");
 }
 
+// The block's place among those of its cluster, and a place in shared memory as the block `rank` of them has it.
+__device__ __forceinline__ std::uint32_t cluster_rank() {
+  std::uint32_t rank;
+  asm volatile("mov.u32 %0, %cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ __forceinline__ std::uint32_t address_in(std::uint32_t rank, std::uint32_t address) {
+  std::uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+// Arrives at an address from address_in(). The first orders nothing but what the tensor cores have read, for which
+// having waited is enough; the second, with its wait, also what this thread wrote.
+__device__ __forceinline__ void barrier_arrive_at(std::uint32_t barrier, std::uint32_t count = 1) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive_in_cluster(std::uint32_t barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barrier_wait_in_cluster(std::uint32_t barrier, std::uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+__device__ __forceinline__ void store_in_cluster(std::uint32_t address, std::int64_t value) {
+  asm volatile("st.shared::cluster.s64 [%0], %1;" ::"r"(address), "l"(value) : "memory");
+}
+// All threads of all blocks of the cluster.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
 // Hardware barriers by number, for whole warps; `threads` counts all that take part.
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -59,37 +99,58 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
 // --- copies into shared memory ---------------------------------------------------------------------------------------
 
 // One box of a tensor map into shared memory; coordinates innermost first. Completion counts as bytes on `barrier`.
-__device__ __forceinline__ void tma_load(std::uint32_t destination, const CUtensorMap* map, std::uint32_t barrier, int c0, int c1) {
+__device__ __forceinline__ void tma_load(std::uint32_t destination, const CUtensorMap* map, std::uint32_t barrier,
+                                         int c0, int c1) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
           destination),
       "l"(map), "r"(barrier), "r"(c0), "r"(c1)
       : "memory");
 }
-__device__ __forceinline__ void tma_load(std::uint32_t destination, const CUtensorMap* map, std::uint32_t barrier, int c0, int c1,
-                                int c2) {
+__device__ __forceinline__ void tma_load(std::uint32_t destination, const CUtensorMap* map, std::uint32_t barrier,
+                                         int c0, int c1, int c2) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
-          destination),
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
+          "r"(destination),
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2)
       : "memory");
 }
+// The same box to the same place in every block of `mask`, each with the barrier that it has there.
+__device__ __forceinline__ void tma_load_to_all(std::uint32_t destination, const CUtensorMap* map,
+                                                std::uint32_t barrier, int c0, int c1, std::uint16_t mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, "
+      "%4}], [%2], "
+      "%5;" ::"r"(destination),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "h"(mask)
+      : "memory");
+}
+// A box into the second-level cache.
+__device__ __forceinline__ void tma_prefetch(const CUtensorMap* map, int c0, int c1) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(c0), "r"(c1)
+               : "memory");
+}
+// `bytes` (a multiple of 16) that lie one after the other, in and out. Stores of a thread belong to groups, which it
+// can wait for: until they have read their source, or until they are done.
+__device__ __forceinline__ void bulk_load(std::uint32_t destination, const void* source, std::uint32_t bytes,
+                                          std::uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
+      "l"(source), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void bulk_store(void* destination, std::uint32_t source, std::uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 __device__ __forceinline__ void tma_prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// 16 bytes; with `valid` false the destination is zeroed and the source not read.
-__device__ __forceinline__ void copy_16_async(std::uint32_t destination, const void* source, bool valid) {
-  const int bytes = valid ? 16 : 0;
-  // No memory clobber: copy_arrive() has one, and copies of one stage may be set up side by side.
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes));
-}
-// Arrives on `barrier`, in place of this thread, once all copies that it has begun are there.
-__device__ __forceinline__ void copy_arrive(std::uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
-// Between ordinary accesses (st, cp.async) and those of the copy engine or the tensor cores, in either order. The first
+// Between ordinary accesses and those of the copy engine or the tensor cores, in either order. The first
 // covers shared memory alone, the second global memory too.
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void fence_async_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
@@ -122,7 +183,8 @@ __device__ __forceinline__ std::uint64_t operand_descriptor(std::uint32_t addres
   constexpr std::uint32_t swizzle_128 = 1u << 30, stride = 1024 >> 4;  // between 8-row blocks
   constexpr std::uint32_t leading = ((Layout == Major::mn ? mn_block_bytes : 16) >> 4) << 16;
   std::uint64_t descriptor;
-  asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"((address >> 4) | leading), "r"(swizzle_128 | stride));
+  constexpr std::uint32_t own = 0x3ffff;  // above these bits the address names the block of the cluster
+  asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(((address & own) >> 4) | leading), "r"(swizzle_128 | stride));
   return descriptor;
 }
 // Bytes from one 16-deep k step to the next.
@@ -131,28 +193,29 @@ inline constexpr std::uint32_t k_step_bytes = Layout == Major::mn ? 2048 : 32;
 
 template <int N, cute::SM90::GMMA::Major A, cute::SM90::GMMA::Major B>
 struct ProductOf;
-#define MOELITH_SM90_PRODUCT(N)                                            \
-  template <cute::SM90::GMMA::Major A, cute::SM90::GMMA::Major B>          \
-  struct ProductOf<N, A, B> {                                              \
-    using type = cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_SS<A, B>;   \
+#define MOELITH_SM90_PRODUCT(N)                                          \
+  template <cute::SM90::GMMA::Major A, cute::SM90::GMMA::Major B>        \
+  struct ProductOf<N, A, B> {                                            \
+    using type = cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_SS<A, B>; \
   };
 MOELITH_SM90_PRODUCT(64)
 MOELITH_SM90_PRODUCT(128)
+MOELITH_SM90_PRODUCT(192)
 #undef MOELITH_SM90_PRODUCT
 
 namespace detail {
 template <class Product, int Count, std::size_t... I>
 __device__ __forceinline__ void issue_product(float (&d)[Count], std::uint64_t a, std::uint64_t b, bool accumulate,
-                                     std::index_sequence<I...>) {
+                                              std::index_sequence<I...>) {
   Product::fma(a, b, d[I]..., accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
 }
 }  // namespace detail
 
-// d [64, N] (+)= a [64, 16] b [16, N], issued asynchronously by the four warps of a warpgroup. Of each 8 columns, thread t
-// holds row (t / 32) * 16 + (t % 32) / 4 in values 4c, 4c + 1 (columns 8c + 2 (t % 4), + 1) and the row 8 further down in
-// 4c + 2, 4c + 3.
-template <int N, Major A, Major B>
-__device__ __forceinline__ void product(float (&d)[N / 2], std::uint64_t a, std::uint64_t b, bool accumulate) {
+// d [64, N] (+)= a [64, 16] b [16, N] in the first N / 2 of the registers, issued asynchronously by the four warps of a
+// warpgroup. Of each 8 columns, thread t holds row (t / 32) * 16 + (t % 32) / 4 in values 4c, 4c + 1 (columns 8c + 2 (t
+// % 4), + 1) and the row 8 further down in 4c + 2, 4c + 3.
+template <int N, Major A, Major B, int Count>
+__device__ __forceinline__ void product(float (&d)[Count], std::uint64_t a, std::uint64_t b, bool accumulate) {
   using cute::SM90::GMMA::Major;
   using Product = typename ProductOf<N, A == sm90::Major::mn ? Major::MN : Major::K,
                                      B == sm90::Major::mn ? Major::MN : Major::K>::type;
@@ -175,9 +238,9 @@ __device__ __forceinline__ void hold(float (&d)[Count]) {
 
 // Four 8x8 matrices of 16-bit values; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrices(std::uint32_t address, std::uint32_t a, std::uint32_t b, std::uint32_t c,
-                                      std::uint32_t d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c),
-               "r"(d)
+                                               std::uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
                : "memory");
 }
 __device__ __forceinline__ uint4 load_shared_16(std::uint32_t address) {

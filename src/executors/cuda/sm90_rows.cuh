@@ -5,83 +5,134 @@
 
 namespace moelith::executors::cuda::sm90 {
 
-// out[t, columns] = rounded sum over the token's routes in slot order, then its shared experts, of weight * slot row, one
-// fused multiply-add each; backward: the plain sum, and (with the first columns) dprob from its groups.
-__device__ __forceinline__ void combine(const PassData& data, const Work& work, int tile_columns, int thread) {
+// dprob of a tile's routes, and of its tokens' shared experts: the sum over their groups.
+__device__ __forceinline__ void combine_dprob(const PassData& data, const Work& work, int thread) {
+  const schedule::Sizes& sizes = data.pass.sizes;
+  const std::int64_t valid = *data.pass.layout.valid_tokens;
+  const int k = sizes.top_k;
+  auto sum_of = [](const float* partial, int groups) {
+    float total = 0.0f;
+#pragma unroll 4
+    for (int g = 0; g < groups; ++g) total += __ldcg(partial + g);
+    return total;
+  };
+  for (int n = thread; n < work.rows * k; n += consumer_threads) {
+    const std::int64_t route = work.row_begin * k + n, token = work.row_begin + n / k;
+    const bool there = token < valid && data.topk_ids[route] >= 0;
+    const ExpertGroup& group = data.groups[0];
+    data.d_topk_weights[route] = there ? sum_of(group.dprob + route * group.dprob_groups, group.dprob_groups) : 0.0f;
+  }
+  if (!data.d_shared_gates) return;
+  for (int n = thread; n < work.rows * sizes.shared_experts; n += consumer_threads) {
+    const std::int64_t token = work.row_begin + n / sizes.shared_experts;
+    const int s = n % sizes.shared_experts;
+    const ExpertGroup& group = data.groups[1 + s];
+    data.d_shared_gates[token * sizes.shared_experts + s] =
+        token < valid ? sum_of(group.dprob + token * group.dprob_groups, group.dprob_groups) : 0.0f;
+  }
+}
+
+// out[t, columns] = rounded sum over the token's routes in slot order, then its shared experts, of weight * slot row,
+// one fused multiply-add each; backward: the plain sum, and (with the first columns) dprob from its groups. `my_turn`
+// waits for the warpgroup's turn in the ring, `your_turn` passes it on.
+template <int N, class MyTurn, class YourTurn>
+__device__ __forceinline__ void combine(SharedMemory<N>& shared, const Work& work, int group, MyTurn&& my_turn,
+                                        YourTurn&& your_turn) {
+  using Shape = BlockShape<N>;
+  const PassData& data = shared.data();
   const schedule::Sizes& sizes = data.pass.sizes;
   const bool forward = sizes.direction == schedule::Direction::forward;
-  const std::int64_t valid = *data.pass.layout.valid_tokens, hidden = sizes.hidden_size;
-  const int k = sizes.top_k;
-  if (!forward && work.column_block == 0) {
-    const int groups = data.groups[0].dprob_groups;
+  const int thread = thread_now() % consumer_threads, k = sizes.top_k, pieces = work.columns / 8;
+  const bool through_ring = work.k_steps > 0;
+  // Weights of all slots, and whether they are there (pairs of floats), in the warpgroup's memory.
+  const std::uint32_t weights = shared_address(shared.staging[4 * group]);
+  if (through_ring) {
+    const std::int64_t valid = *data.pass.layout.valid_tokens;
     for (int n = thread; n < work.rows * k; n += consumer_threads) {
-      const std::int64_t route = work.row_begin * k + n, token = work.row_begin + n / k;
-      float total = 0.0f;
-      if (token < valid && data.topk_ids[route] >= 0) {
-        const float* partial = data.groups[0].dprob + route * groups;
-        for (int g = 0; g < groups; ++g) total += __ldcg(partial + g);
-      }
-      data.d_topk_weights[route] = total;
+      const std::int64_t route = work.row_begin * k + n;
+      const bool there = work.row_begin + n / k < valid && __ldg(data.topk_ids + route) >= 0;
+      store_shared_8(weights + n * 8, forward && data.weight_after_down ? __ldg(data.topk_weights + route) : 1.0f,
+                     there ? 1.0f : 0.0f);
     }
-    if (data.d_shared_gates) {
-      for (int n = thread; n < work.rows * sizes.shared_experts; n += consumer_threads) {
-        const std::int64_t token = work.row_begin + n / sizes.shared_experts;
-        const int s = n % sizes.shared_experts;
-        const ExpertGroup& group = data.groups[1 + s];
-        float total = 0.0f;
-        for (int g = 0; token < valid && g < group.dprob_groups; ++g) total += __ldcg(group.dprob + token * group.dprob_groups + g);
-        data.d_shared_gates[token * sizes.shared_experts + s] = total;
-      }
-    }
+    named_barrier_sync(barrier_own + group, consumer_threads);
   }
+  my_turn();
+  RingPosition<Shape::stages> ring(work.first_step);
+  for (int step = 0; step < work.k_steps; ++step, ring.next()) {
+    barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);  // all, before the other may go on in the ring
+  }
+  your_turn();
+  if (!forward && work.column_block == 0 && cluster_rank() == 0) combine_dprob(data, work, thread);
   if (!data.out) return;
-  const int pieces = static_cast<int>((schedule::min_of(tile_columns, hidden - work.column) + 7) / 8);
-  for (int n = thread; n < work.rows * pieces; n += consumer_threads) {
-    const std::int64_t token = work.row_begin + n / pieces, column = work.column + n % pieces * 8;
-    float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-    auto add = [&](uint4 row, float weight) {
-      float f[8];
-      unpack(row, f);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) sum[j] = fmaf(weight, f[j], sum[j]);
-    };
-    if (token < valid) {
-      constexpr int batch = 8;  // rows in flight
-      for (int first = 0; first < k; first += batch) {
-        uint4 row[batch];
-        float weight[batch];
-        bool there[batch];
-#pragma unroll
-        for (int j = 0; j < batch; ++j) {
-          const std::int64_t route = token * k + first + j;
-          there[j] = first + j < k;
-          if (there[j]) {
-            row[j] = load_16_shared_by_sms(data.groups[0].slots + route * hidden + column);
-            weight[j] = forward && data.weight_after_down ? __ldg(data.topk_weights + route) : 1.0f;
-            there[j] = __ldg(data.topk_ids + route) >= 0;  // otherwise what was loaded is not used
-          }
-        }
-#pragma unroll
-        for (int j = 0; j < batch; ++j) {
-          if (there[j]) add(row[j], weight[j]);
-        }
-      }
+  // Adds shared experts to a token's sum, 8 columns, and stores it.
+  auto finish = [&](std::int64_t token, std::int64_t column, float(&sum)[8]) {
+    if (token < *data.pass.layout.valid_tokens) {
       for (int s = 0; s < sizes.shared_experts; ++s) {
         const float gate = forward && data.shared_gates ? data.shared_gates[token * sizes.shared_experts + s] : 1.0f;
-        add(load_16_shared_by_sms(data.groups[1 + s].slots + token * hidden + column), gate);
+        float f[8];
+        unpack(load_16_shared_by_sms(data.groups[1 + s].slots + token * sizes.hidden_size + column), f);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum[i] = fmaf(gate, f[i], sum[i]);
       }
     }
     store_16(data.out + token * data.out_stride + column, pack(sum));
+  };
+  if (through_ring) {
+    const int tokens = combine_tokens<N>(k);
+    ring = RingPosition<Shape::stages>(work.first_step);
+#pragma unroll 1
+    for (int step = 0; step < work.k_steps; ++step, ring.next()) {
+      const int first = step * tokens, here = work.rows - first < tokens ? work.rows - first : tokens;
+      const std::uint32_t stage = shared_address(shared.stage[ring.slot]);
+#pragma unroll 1
+      for (int n = thread; n < here * pieces; n += consumer_threads) {
+        const int token = n / pieces, piece = n % pieces;
+        const std::uint32_t place = stage + piece / 8 * (slot_boxes<N> * 4096);
+        float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+#pragma unroll 4
+        for (int j = 0; j < k; ++j) {
+          const int row = token * k + j;
+          float weight, there, f[8];
+          asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                       : "=f"(weight), "=f"(there)
+                       : "r"(weights + (first * k + row) * 8));
+          unpack(load_shared_16(place + row * 128 + ((piece % 8 ^ (row & 7)) << 4)), f);
+#pragma unroll
+          for (int i = 0; i < 8; ++i) sum[i] = there != 0.0f ? fmaf(weight, f[i], sum[i]) : sum[i];
+        }
+        finish(work.row_begin + first + token, work.column + piece * 8, sum);
+      }
+      __syncwarp();
+      release_stage(shared_address(&shared.empty[ring.slot]));
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int n = thread; n < work.rows * pieces; n += consumer_threads) {
+    const std::int64_t token = work.row_begin + n / pieces, column = work.column + n % pieces * 8;
+    float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+#pragma unroll 1
+    for (int j = 0; j < k; ++j) {
+      const std::int64_t route = token * k + j;
+      if (token >= *data.pass.layout.valid_tokens || __ldg(data.topk_ids + route) < 0) continue;
+      const float weight = forward && data.weight_after_down ? __ldg(data.topk_weights + route) : 1.0f;
+      float f[8];
+      unpack(load_16_shared_by_sms(data.groups[0].slots + route * sizes.hidden_size + column), f);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sum[i] = fmaf(weight, f[i], sum[i]);
+    }
+    finish(token, column, sum);
   }
 }
 
 // Sum of `value(row, column)` rows over the expert, 64 rows at a time from its first, then over those sums in order.
 template <class Value>
-__device__ __forceinline__ void bias_gradient(const GradientTarget& targets, const Work& work, std::int64_t columns, int thread,
-                                     Value&& value) {
+__device__ __forceinline__ void bias_gradient(const GradientTarget& targets, const Work& work, std::int64_t columns,
+                                              int thread, Value&& value) {
   if (!targets || (work.sum_rows == 0 && targets.accumulate)) return;
   const GradientTarget target = targets.of(work.expert, columns);
-  for (std::int64_t column = thread; column < columns; column += consumer_threads) {
+  for (std::int64_t column = cluster_rank() * consumer_threads + thread; column < columns;
+       column += cluster_blocks * consumer_threads) {
     float total = 0.0f;
     for (int begin = 0; begin < work.sum_rows; begin += 64) {
       float group = 0.0f;
@@ -105,25 +156,27 @@ __device__ __forceinline__ float load_one(const bf16* source) {
 __device__ __forceinline__ void gate_up_bias_gradient(const PassData& data, const Work& work, int thread) {
   const ExpertGroup& tensors = data.groups[work.group];
   const std::int64_t columns = data.pass.sizes.gate_up_factor * tensors.width;
-  bias_gradient(tensors.gate_up_bias_grad, work, columns, thread, [&](std::int64_t row, std::int64_t column, float sum) {
-    return sum + load_one(tensors.d_pre_activation + row * columns + column);
-  });
+  bias_gradient(tensors.gate_up_bias_grad, work, columns, thread,
+                [&](std::int64_t row, std::int64_t column, float sum) {
+                  return sum + load_one(tensors.d_pre_activation + row * columns + column);
+                });
 }
 __device__ __forceinline__ void down_bias_gradient(const PassData& data, const Work& work, int thread) {
   const schedule::Sizes& sizes = data.pass.sizes;
   const ExpertGroup& tensors = data.groups[work.group];
-  bias_gradient(tensors.down_bias_grad, work, sizes.hidden_size, thread, [&](std::int64_t row, std::int64_t column, float sum) {
-    float weight = 1.0f;
-    std::int64_t token = row;
-    if (work.group == 0) {
-      const std::int64_t route = data.pass.layout.row_route[row];
-      token = route / sizes.top_k;
-      if (data.weight_after_down) weight = data.topk_weights[route];
-    } else if (data.shared_gates) {
-      weight = data.shared_gates[row * sizes.shared_experts + work.group - 1];
-    }
-    return fmaf(weight, load_one(data.dy + token * data.dy_stride + column), sum);
-  });
+  bias_gradient(tensors.down_bias_grad, work, sizes.hidden_size, thread,
+                [&](std::int64_t row, std::int64_t column, float sum) {
+                  float weight = 1.0f;
+                  std::int64_t token = row;
+                  if (work.group == 0) {
+                    const std::int64_t route = data.pass.layout.row_route[row];
+                    token = route / sizes.top_k;
+                    if (data.weight_after_down) weight = data.topk_weights[route];
+                  } else if (data.shared_gates) {
+                    weight = data.shared_gates[row * sizes.shared_experts + work.group - 1];
+                  }
+                  return fmaf(weight, load_one(data.dy + token * data.dy_stride + column), sum);
+                });
 }
 
 }  // namespace moelith::executors::cuda::sm90

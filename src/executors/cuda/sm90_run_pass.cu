@@ -16,21 +16,25 @@ void launch(const PassData& data, int blocks, cudaStream_t stream);  // sm90_ker
 }  // namespace sm90
 
 schedule::TileShape sm90_tile_shape(int columns, int gate_up_factor) {
+  // Of both blocks together.
   schedule::TileShape shape;
   shape.row_block = 128;
-  shape.columns = columns;
-  shape.gate_up = gate_up_factor == 2 ? columns / 2 : columns;
+  shape.columns = 2 * columns;
+  shape.gate_up = gate_up_factor == 2 ? columns : 2 * columns;
+  shape.down_dgrad = 256;
   shape.wgrad_rows = 128;
-  shape.wgrad_columns = columns;
+  shape.wgrad_columns = 2 * columns;
   shape.token_block = 32;
+  shape.group_blocks = 192;
+  shape.raster_blocks = 8;
   return shape;
 }
 
-std::vector<std::byte> sm90_expert_maps(const void* const* tensors, std::int32_t experts, std::int64_t rows, std::int64_t columns,
-                                        const schedule::TileShape& tile, bool of_gate_up) {
+std::vector<std::byte> sm90_expert_maps(const void* const* tensors, std::int32_t experts, std::int64_t rows,
+                                        std::int64_t columns, bool of_gate_up) {
   std::vector<CUtensorMap> maps(2 * static_cast<std::size_t>(experts));
   for (const bool forward : {true, false}) {
-    const int box = of_gate_up ? sm90::WeightBoxes::gate_up(tile.columns, forward) : sm90::WeightBoxes::down(tile.columns, forward);
+    const int box = of_gate_up ? sm90::WeightBoxes::gate_up(forward) : sm90::WeightBoxes::down;
     for (std::int32_t e = 0; e < experts; ++e) {
       sm90::encode(maps[(forward ? 0 : experts) + e], static_cast<const bfloat16*>(tensors[e]), 1, rows, columns, box);
     }
@@ -43,15 +47,15 @@ void sm90_run_pass(const PassData& data, int blocks, void* stream) {
   const auto s = static_cast<cudaStream_t>(stream);
   const bool forward = data.pass.sizes.direction == schedule::Direction::forward;
   switch (data.pass.sizes.tile.columns) {
-    case 128:
+    case 256:
       return forward ? sm90::launch<schedule::Direction::forward, 128>(data, blocks, s)
                      : sm90::launch<schedule::Direction::backward, 128>(data, blocks, s);
-    case 64:
-      return forward ? sm90::launch<schedule::Direction::forward, 64>(data, blocks, s)
-                     : sm90::launch<schedule::Direction::backward, 64>(data, blocks, s);
+    case 384:
+      return forward ? sm90::launch<schedule::Direction::forward, 192>(data, blocks, s)
+                     : sm90::launch<schedule::Direction::backward, 192>(data, blocks, s);
     default:
-      throw Error(Status::invalid_argument,
-                  "tile_columns is " + std::to_string(data.pass.sizes.tile.columns) + "; on this GPU it is 64 or 128");
+      throw Error(Status::invalid_argument, "tile_columns is " + std::to_string(data.pass.sizes.tile.columns / 2) +
+                                                "; on this GPU it is 128 or 192");
   }
 }
 

@@ -1,4 +1,0 @@
-#include "executors/cuda/sm90_kernel.cuh"
-
-template void moelith::executors::cuda::sm90::launch<moelith::schedule::Direction::backward, 64>(
-    const PassData& data, int blocks, cudaStream_t stream);
