@@ -14,6 +14,7 @@ from typing import List, Optional, Tuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from moelith import _moelith
 from moelith.config import LayerConfig
@@ -174,15 +175,18 @@ def _(
     save,
 ):
     tokens = x.shape[0]
-    if not save:
-        size = 0
-    elif isinstance(tokens, int):
+    size = 0
+    if save and not isinstance(tokens, int):
+        # A symbolic number of tokens: the plan is made, and asked, when the number is known.
+        try:
+            size = torch.library.get_ctx().new_dynamic_size()
+        except DynamicOutputShapeException:  # PyTorch 2.6: that number of tokens is compiled for alone
+            tokens = int(tokens)
+    if save and isinstance(tokens, int):
         owner = Group.of(group)
         with owner.lock:
             device = "cpu" if x.is_meta else x.device.type
             size = owner.plan(config, options, x.dtype, device, tokens).buffer_sizes(tokens).saved
-    else:  # a symbolic number of tokens: the plan is made, and asked, when the number is known
-        size = torch.library.get_ctx().new_dynamic_size()
     return (*_empty_outputs(x, config), x.new_empty((size,), dtype=torch.uint8))
 
 
