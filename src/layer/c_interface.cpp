@@ -96,12 +96,11 @@ T& deref(T* pointer, const char* name) {
   return *pointer;
 }
 
-// Copies what the caller's version of a struct has into a zeroed struct of this version. `oldest` is the size of the
-// struct's first version.
+// Of a struct of two versions at most: `oldest` and `newest` are their sizes. A size in between would cut a field in two.
 void check_struct_size(std::size_t struct_size, std::size_t oldest, std::size_t newest, const char* name) {
-  if (struct_size >= oldest && struct_size <= newest) return;
+  if (struct_size == oldest || struct_size == newest) return;
   refuse(std::string(name) + ".struct_size is " + std::to_string(struct_size) + "; accepted: sizeof of the struct, " +
-         (oldest == newest ? std::to_string(newest) : std::to_string(oldest) + " to " + std::to_string(newest)) +
+         (oldest == newest ? std::to_string(newest) : std::to_string(oldest) + " or " + std::to_string(newest)) +
          (struct_size > newest ? " (the caller's header may be newer than this library)" : ""));
 }
 
@@ -113,6 +112,7 @@ constexpr std::size_t oldest_size<moelith_inputs_t> = offsetof(moelith_inputs_t,
 template <>
 constexpr std::size_t oldest_size<moelith_input_gradients_t> = offsetof(moelith_input_gradients_t, bound);
 
+// Copies what the caller's version of a struct has into a zeroed struct of this version.
 template <class T>
 T copy_of(const T* given, const char* name) {
   constexpr std::size_t oldest = oldest_size<T>;

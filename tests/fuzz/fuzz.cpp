@@ -835,12 +835,14 @@ void run_bias_case(Case& c) {
   check_memory(c, nullptr, "update_selection_bias (spoilt)");
 }
 
-// A forward and backward of several ranks, all well formed but of unequal numbers of tokens.
+// A forward and backward of several ranks, all well formed but of unequal numbers of tokens; or a forward that one rank
+// gets wrong, which ends it for all.
 void run_rank_case(Random& r) {
   const auto ranks = static_cast<std::int32_t>(r.between(2, 3));
   moelith_group_t groups[4] = {};
   check_call("group_create_threads", Expect::success, [&] { return moelith_group_create_threads(ranks, groups); });
   const auto seed = static_cast<unsigned long long>(r.below(std::int64_t{1} << 62));
+  const std::int32_t wrong = r.chance(30) ? static_cast<std::int32_t>(r.below(ranks)) : -1;
   std::vector<std::string> problems(static_cast<std::size_t>(ranks));
   std::vector<std::thread> threads;
   for (std::int32_t rank = 0; rank < ranks; ++rank) {
@@ -907,9 +909,17 @@ void run_rank_case(Random& r) {
         c.input_gradients.down_proj.tensor = c.tensor(type, {local, h, i});
 
         Guarded saved(sizes.saved), workspace(sizes.workspace);
-        check_call("forward (ranks)", Expect::success, [&] {
-          return moelith_forward(plan, &c.inputs, &c.outputs, saved.data(), workspace.data(), nullptr);
-        });
+        if (rank == wrong) c.outputs.y.rank = c.random.pick({0, 1, 3, 77});
+        moelith_status_t status = MOELITH_OK;
+        check_call(
+            "forward (ranks)", wrong < 0 ? Expect::success : Expect::refusal,
+            [&] { return moelith_forward(plan, &c.inputs, &c.outputs, saved.data(), workspace.data(), nullptr); },
+            &status);
+        if (wrong >= 0) {
+          if (status != (rank == wrong ? MOELITH_INVALID_ARGUMENT : MOELITH_GROUP_FAILED))
+            violated(std::string("a forward that one rank gets wrong ends by ") + moelith_status_name(status));
+          return;
+        }
         check_call("backward (ranks)", Expect::success, [&] {
           return moelith_backward(plan, &c.inputs, saved.data(), &c.output_gradients, &c.input_gradients,
                                   workspace.data(), nullptr);
