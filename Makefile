@@ -30,8 +30,8 @@ train: bootstrap ## train the language model; DATA STEPS RESUME PRESET NAME DEVI
 test-cpp test-python test-asan test-tsan test-fuzz test-package test-cuda: test-%: bootstrap
 	@scripts/run-tests $*
 
-test-gpu: bootstrap ## the GPU tests, on a machine with an NVIDIA GPU and nvcc
-	@scripts/run-tests gpu
+test-gpu: ## the GPU tests, on a machine with an NVIDIA GPU and nvcc; fetches nothing
+	@scripts/test-gpu
 
 bench: bootstrap ## the comparisons of bench/, results under bench/results/
 	@scripts/build release

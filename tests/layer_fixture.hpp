@@ -44,8 +44,15 @@ class Buffer {
     std::memset(memory_.get(), 0xff, bytes);
     std::memset(memory_.get() + bytes, 0xa5, canary);
   }
+  // Memory that is somebody else's, as it is.
+  static Buffer around(void* memory) {
+    Buffer buffer;
+    buffer.memory_ = {static_cast<std::byte*>(memory), [](void*) {}};
+    return buffer;
+  }
   std::byte* data() const { return memory_.get(); }
   bool intact() const {
+    if (bytes_ == 0) return true;
     for (std::uint64_t i = bytes_; i < bytes_ + canary; ++i) {
       if (memory_.get()[i] != std::byte{0xa5}) return false;
     }
@@ -225,6 +232,7 @@ struct RunOptions {
   bool bound = false;                        // weights of experts and their gradients apart, by pointers
   DeviceKind device = DeviceKind::cpu;
   void* stream = nullptr;
+  std::function<void*(std::uint64_t bytes)> scratch;  // where saved and the workspaces lie, unfilled; none: a Buffer
   std::function<void(const Plan&)> with_plan = [](const Plan&) {};  // once it is made
   // Runs a pass; when it returns the results are there.
   std::function<void(const std::function<void()>& pass)> launch = [](const std::function<void()>& pass) { pass(); };
@@ -346,7 +354,8 @@ inline Results run(const Problem& p, const RunOptions& options) {
     }
 
     const auto sizes = plan.buffer_sizes(tokens);
-    Buffer saved(sizes.saved), workspace(sizes.workspace);
+    const auto scratch = [&](std::uint64_t bytes) { return options.scratch ? Buffer::around(options.scratch(bytes)) : Buffer(bytes); };
+    const Buffer saved = scratch(sizes.saved), workspace = scratch(sizes.workspace);
     Outputs out;
     std::map<std::string, std::vector<const Tensor*>> made;
     auto output = [&](const std::string& name, DataType type, std::initializer_list<std::int64_t> shape, std::int64_t row_gap = 0) {
@@ -427,7 +436,7 @@ inline Results run(const Problem& p, const RunOptions& options) {
         if (c.down_bias) gw.shared[s].down_bias = weight_gradient(name + "d_down_bias", {h});
       }
       for (int b = 0; b < options.backwards; ++b) {
-        Buffer other(sizes.workspace);  // nothing may be left over from the forward
+        const Buffer other = scratch(sizes.workspace);  // nothing may be left over from the forward
         options.launch([&] { plan.backward(in, saved.data(), up, grad, other.data(), options.stream); });
         if (!other.intact()) throw std::runtime_error("backward wrote beyond the workspace");
       }
