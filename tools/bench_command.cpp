@@ -14,6 +14,7 @@
 #include "dense_rate.hpp"
 #include "executors/cpu/thread_pool.hpp"
 #include "options.hpp"
+#include "placed_problem.hpp"
 #include "random_problem.hpp"
 #include "stopwatch.hpp"
 
@@ -56,14 +57,15 @@ int run_bench(const Streams& streams, const BenchOptions& o) {
   constexpr int variants = 3;
   Problem problem =
       make_problem(config, tokens, o.run.routes(), o.run.entry == "ids" ? Entry::ids : Entry::logits, variants);
-  const Buffer saved(sizes.saved), workspace(sizes.workspace);
+  const PlacedProblem placed(problem, plan.options().device, sizes);
   std::vector<double> forward, backward, without_gradients, routes, largest;
   repeat_for(o.seconds, [&](int n) {
-    const auto& [inputs, output_gradients] = problem.variants[static_cast<std::size_t>(n % variants)];
-    const double w = seconds_of([&] { plan.forward(inputs, problem.outputs, nullptr, workspace.data()); });
-    const double f = seconds_of([&] { plan.forward(inputs, problem.outputs, saved.data(), workspace.data()); });
-    const double b =
-        seconds_of([&] { plan.backward(inputs, saved.data(), output_gradients, problem.gradients, workspace.data()); });
+    const auto& [inputs, output_gradients] = placed.variants()[static_cast<std::size_t>(n % variants)];
+    const double w = placed.seconds_of([&] { plan.forward(inputs, placed.outputs(), nullptr, placed.workspace()); });
+    const double f = placed.seconds_of([&] { plan.forward(inputs, placed.outputs(), placed.saved(), placed.workspace()); });
+    const double b = placed.seconds_of(
+        [&] { plan.backward(inputs, placed.saved(), output_gradients, placed.gradients(), placed.workspace()); });
+    placed.fetch_outputs();
     if (n == 0) return;
     without_gradients.push_back(w);
     forward.push_back(f);
@@ -83,7 +85,8 @@ int run_bench(const Streams& streams, const BenchOptions& o) {
 
   // The faster of the two dense rates is what counts.
   std::vector<DenseRate> dense{own_dense_rate(config, o.run, tokens, o.seconds)};
-  if (auto rate = onednn_dense_rate(config, o.run, tokens, o.seconds)) dense.push_back(*rate);
+  const bool on_cpu = plan.options().device == DeviceKind::cpu;
+  if (auto rate = on_cpu ? onednn_dense_rate(config, o.run, tokens, o.seconds) : std::nullopt) dense.push_back(*rate);
   const auto fastest = [&](double DenseRate::*rate) -> const DenseRate& {
     return *std::max_element(dense.begin(), dense.end(),
                              [&](const DenseRate& x, const DenseRate& y) { return x.*rate < y.*rate; });
@@ -134,9 +137,9 @@ int run_bench(const Streams& streams, const BenchOptions& o) {
     return success;
   }
   const auto mb = [](double bytes) { return fmt::format("{:.1f} MB", bytes * 1e-6); };
-  fmt::print(
-      streams.out, "{}\nT {}, routing {} (the fullest expert has {:.2f} x the mean), {} {} threads, {} rounds\n\n",
-      summary(config), tokens, o.run.routing, median(largest) / mean_load, o.run.device, threads, forward.size());
+  const std::string where = on_cpu ? fmt::format("cpu {} threads", threads) : o.run.device;
+  fmt::print(streams.out, "{}\nT {}, routing {} (the fullest expert has {:.2f} x the mean), {}, {} rounds\n\n",
+             summary(config), tokens, o.run.routing, median(largest) / mean_load, where, forward.size());
   fmt::print(streams.out, "{:<22} {:>10} {:>10} {:>10}\n", "", "ms", "TFLOP/s", "of dense");
   fmt::print(streams.out, "{:<22} {:>10.2f} {:>10.4f} {:>10.2f}\n", "forward", f * 1e3, forward_tflops,
              fraction_forward);

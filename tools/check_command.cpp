@@ -23,6 +23,7 @@
 
 #include "command_line.hpp"
 #include "options.hpp"
+#include "placed_problem.hpp"
 #include "random_problem.hpp"
 #include "reference/compare.hpp"
 #include "reference/layer.hpp"
@@ -149,10 +150,14 @@ int run_check(const Streams& streams, const CheckOptions& o) {
   const Plan plan = Plan::create(config, plan_options(o.run, tokens));
   Problem problem = make_problem(config, tokens, o.run.routes(), o.run.entry == "ids" ? Entry::ids : Entry::logits, 1);
   const auto& [inputs, output_gradients] = problem.variants[0];
-  const BufferSizes sizes = plan.buffer_sizes(tokens);
-  const Buffer saved(sizes.saved), workspace(sizes.workspace);
-  plan.forward(inputs, problem.outputs, saved.data(), workspace.data());
-  plan.backward(inputs, saved.data(), output_gradients, problem.gradients, workspace.data());
+  {
+    const PlacedProblem placed(problem, plan.options().device, plan.buffer_sizes(tokens));
+    const auto& [in, up] = placed.variants()[0];
+    plan.forward(in, placed.outputs(), placed.saved(), placed.workspace());
+    plan.backward(in, placed.saved(), up, placed.gradients(), placed.workspace());
+    placed.fetch_outputs();
+    placed.fetch_gradients();
+  }
 
   const auto one = [](const TensorView& view) { return view.given() ? to_doubles(view) : std::vector<double>{}; };
   const reference::Weights weights = weights_of(inputs.weights);

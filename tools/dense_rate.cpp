@@ -1,6 +1,7 @@
 #include "dense_rate.hpp"
 
 #include "executors/cpu/thread_pool.hpp"
+#include "placed_problem.hpp"
 #include "random_problem.hpp"
 #include "stopwatch.hpp"
 
@@ -35,14 +36,13 @@ DenseRate own_dense_rate(const LayerConfig& config, const RunOptions& run, std::
   Inputs& inputs = problem.variants[0].inputs;
   inputs.router_logits = {};  // no router: the dense MLP
   problem.gradients.router_logits = {};
-  const BufferSizes sizes = plan.buffer_sizes(tokens);
-  const Buffer saved(sizes.saved), workspace(sizes.workspace);
+  const PlacedProblem placed(problem, plan.options().device, plan.buffer_sizes(tokens));
+  const auto& [in, up] = placed.variants()[0];
   std::vector<double> forward, backward;
   repeat_for(seconds, [&](int n) {
-    const double f = seconds_of([&] { plan.forward(inputs, problem.outputs, saved.data(), workspace.data()); });
-    const double b = seconds_of([&] {
-      plan.backward(inputs, saved.data(), problem.variants[0].output_gradients, problem.gradients, workspace.data());
-    });
+    const double f = placed.seconds_of([&] { plan.forward(in, placed.outputs(), placed.saved(), placed.workspace()); });
+    const double b =
+        placed.seconds_of([&] { plan.backward(in, placed.saved(), up, placed.gradients(), placed.workspace()); });
     if (n == 0) return;
     forward.push_back(f);
     backward.push_back(b);

@@ -115,7 +115,7 @@ void add_json_option(CLI::App& command, bool& json) {
 
 void add_run_options(CLI::App& command, RunOptions& o) {
   command.add_option("--device", o.device, "cpu, cuda")->capture_default_str();
-  command.add_option("--threads", o.threads, "CPU threads; 0: all that the process may use")
+  command.add_option("--threads", o.threads, "CPU threads, or SMs of the GPU; 0: all that the process may use")
       ->check(CLI::Range(0, limits::workers))
       ->capture_default_str();
   command.add_option("--tokens,-T", o.tokens, "tokens of a call; 0: chosen to take seconds")
@@ -148,9 +148,6 @@ PlanOptions plan_options(const RunOptions& options, std::int64_t tokens) {
   PlanOptions made;
   made.max_tokens = tokens;
   made.device = device_kind(options.device);
-  if (made.device == DeviceKind::cuda) {
-    throw Error(Status::unsupported, "device cuda: this command keeps its tensors in the host's memory; accepted is cpu");
-  }
   made.workers = options.threads;
   made.recompute = options.recompute;
   return made;
