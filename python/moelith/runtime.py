@@ -65,6 +65,7 @@ class Group:
         self._native = native
         self._plans = {}
         self._workspaces = {}
+        self._captured = {}  # workspaces that CUDA graphs hold the addresses of
         Group._by_handle[self.handle] = self
 
     @staticmethod
@@ -162,12 +163,15 @@ class Group:
             self._workspaces.pop(device, None)  # so that the old one can be reused
             held = aligned_empty(nbytes + nbytes // 4, device)
             self._workspaces[device] = held
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._captured.setdefault(held.data_ptr(), held)  # the graph uses it on, whatever comes in its place
         return held
 
     def release_workspace(self) -> None:
-        """Gives the scratch memory back; the next pass allocates it anew."""
+        """Gives the scratch memory back; the next pass allocates it anew. Captured CUDA graphs must not be replayed."""
         with self.lock:
             self._workspaces.clear()
+            self._captured.clear()
 
 
 class _Fork:

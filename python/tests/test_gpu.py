@@ -1,5 +1,7 @@
 """The layer on a GPU: like the one on the CPU, and the same bits from a captured graph. Needs a GPU and a build with CUDA."""
 
+import json
+
 import pytest
 import torch
 
@@ -84,3 +86,62 @@ def test_selection_bias():
     functional.update_selection_bias(bias, counts, 1e-3)
     functional.update_selection_bias(on_gpu, counts.cuda(), 1e-3)
     assert torch.equal(on_gpu.cpu(), bias)
+
+
+def losses(folder, name, device, *options):
+    from moelith.train.__main__ import run
+
+    small = ("hidden_size=32", "layers=2", "heads=2", "num_experts=8", "intermediate_size=24",
+             "shared_intermediate_size=16", "context=32", "batch=4", "log_every=1", "eval_every=8", "save_every=20")
+    text = folder / "text"
+    text.write_bytes(open(__file__, "rb").read() * 4)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        assert run([f"--set={field}" for field in small] + [
+            "--data", str(text), "--runs", str(folder), "--name", name, "--device", device, "--dtype", "bf16",
+            "--steps", "16", *options]) == 0
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+    rows = [json.loads(line) for line in (folder / name / "log.jsonl").read_text().splitlines()]
+    return rows
+
+
+def test_training_in_a_graph_gives_the_bits_of_eager_steps(tmp_path, monkeypatch):
+    from moelith.train.loop import Stepper
+
+    graph = losses(tmp_path, "graph", "cuda")
+    monkeypatch.setattr(Stepper, "WARM_UP", 1000)
+    eager = losses(tmp_path, "eager", "cuda")
+    for a, b in zip(graph, eager, strict=True):
+        assert a["loss"] == b["loss"] and a["gradient_norm"] == b["gradient_norm"] and a["expert_load"] == b["expert_load"]
+        assert a.get("held_out_bits_per_byte") == b.get("held_out_bits_per_byte")
+    assert all(row["moe_share"] > 0 for row in graph)
+
+
+def test_training_goes_on_in_a_graph(tmp_path):
+    whole = losses(tmp_path, "whole", "cuda")
+    losses(tmp_path, "parts", "cuda", "--steps", "7")
+    losses(tmp_path, "parts", "cuda", "--steps", "16", "--resume")
+    rows = [json.loads(line) for line in (tmp_path / "parts" / "log.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows] == [row["loss"] for row in whole]
+
+
+def test_training_like_the_cpu(tmp_path):
+    on_gpu, on_cpu = losses(tmp_path, "gpu", "cuda"), losses(tmp_path, "cpu", "cpu")
+    for a, b in zip(on_gpu, on_cpu, strict=True):
+        assert abs(a["loss"] - b["loss"]) < 0.05 * b["loss"], a["step"]
+
+
+def test_a_graph_keeps_its_workspace():
+    _, gpu = layers()
+    x = torch.randn(1, 100, 256, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        expected = gpu(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = gpu(x)
+        gpu(torch.randn(1, 20000, 256, dtype=torch.bfloat16, device="cuda"))  # takes a larger workspace
+        filling = [torch.full((1 << 22,), float("nan"), device="cuda") for _ in range(64)]
+        graph.replay()
+        assert torch.equal(y, expected)
+        assert all(bool(part.isnan().all()) for part in filling)  # nothing was written where they lie

@@ -4,6 +4,7 @@ LayerClock.enter and LayerClock.leave are identities placed around a layer. Forw
 backward, which comes the other way, from leave to enter.
 """
 
+import contextlib
 import time
 
 import torch
@@ -28,7 +29,8 @@ class LayerClock:
     """Adds up the time inside the layers it surrounds.
 
     On a GPU it records pairs of events in the stream and reads them only when asked, so it never makes the CPU wait
-    inside a step. `running` switches it off for steps that need no measurement.
+    inside a step. `running` switches it off for steps that need no measurement. A graph that was captured under
+    in_graph() records its events at every replay; only those of the last one can be read, so they stand for all.
     """
 
     def __init__(self, device: torch.device):
@@ -37,6 +39,20 @@ class LayerClock:
         self._seconds = 0.0
         self._open = None
         self._pairs = []
+        self._graph_pairs, self._replays, self._capturing = [], 0, False
+
+    @contextlib.contextmanager
+    def in_graph(self):
+        """Around the capture of a graph."""
+        self._capturing = True
+        try:
+            yield
+        finally:
+            self._capturing = False
+
+    def replayed(self) -> None:
+        """A graph that was captured under in_graph() has been launched."""
+        self._replays += 1
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         return self._mark(x, self._start, self._stop)
@@ -49,6 +65,9 @@ class LayerClock:
         seconds, self._seconds = self._seconds, 0.0
         seconds += sum(start.elapsed_time(stop) for start, stop in self._pairs) / 1e3
         self._pairs.clear()
+        if self._replays:
+            seconds += self._replays * sum(start.elapsed_time(stop) for start, stop in self._graph_pairs) / 1e3
+            self._replays = 0
         return seconds
 
     def _mark(self, tensor, on_forward, on_backward):
@@ -62,7 +81,7 @@ class LayerClock:
     def _now(self):
         if not self._cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True, external=self._capturing)
         event.record()
         return event
 
@@ -73,7 +92,7 @@ class LayerClock:
         if self._open is None:
             return
         if self._cuda:
-            self._pairs.append((self._open, self._now()))
+            (self._graph_pairs if self._capturing else self._pairs).append((self._open, self._now()))
         else:
             self._seconds += self._now() - self._open
         self._open = None

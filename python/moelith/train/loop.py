@@ -74,12 +74,17 @@ class StopRequest:
 
 
 class Stepper:
-    """One training step over buffers that stay where they are: nothing in it waits for the device, so that on a GPU a
-    whole step can be captured as a graph. Sums over steps are read and cleared by take_sums."""
+    """One training step over buffers that stay where they are. Nothing in it waits for the device, and on a GPU all of
+    it, from the embedding to the new weights, is one CUDA graph, captured once the first steps have warmed up. Sums over
+    steps are read and cleared by take_sums."""
+
+    WARM_UP = 3  # steps before the capture: libraries make their plans and workspaces
 
     def __init__(self, model: LanguageModel, optimizer: Optimizer, preset: Preset, device: torch.device):
         self.model = model
         self.optimizer = optimizer
+        self.on_gpu = device.type == "cuda"
+        self.graph, self.stream, self.warm_steps = None, torch.cuda.Stream() if self.on_gpu else None, 0
         self.balance_rate = preset.balance_rate
         self.tokens = torch.zeros(preset.batch, preset.context + 1, dtype=torch.int64, device=device)
         self.loss_sum = torch.zeros((), device=device)
@@ -91,15 +96,33 @@ class Stepper:
     def step(self, batch: np.ndarray, rate: float) -> None:
         """batch: uint8 [B, context + 1]."""
         self.tokens.copy_(torch.from_numpy(batch))
+        self.optimizer.set_rate(rate)
+        if not self.on_gpu:
+            self._iteration()
+        elif self.warm_steps < self.WARM_UP:
+            self.warm_steps += 1
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                self._iteration()
+            torch.cuda.current_stream().wait_stream(self.stream)
+        else:
+            if self.graph is None:
+                self.graph = torch.cuda.CUDAGraph()
+                with self.model.clock.in_graph(), torch.cuda.graph(self.graph, stream=self.stream):
+                    self._iteration()
+            self.graph.replay()
+            self.model.clock.replayed()
+        self.steps += 1
+
+    def _iteration(self) -> None:
         logits, aux_loss, load = self.model(self.tokens[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), self.tokens[:, 1:].flatten())
         (loss + aux_loss).backward()
-        self.gradient_norm.copy_(self.optimizer.step(rate))
+        self.gradient_norm.copy_(self.optimizer.step())
         self.model.balance(load, self.balance_rate)
         self.loss_sum += loss.detach()
         self.aux_sum += aux_loss.detach()
         self.load_sum += load
-        self.steps += 1
 
     def take_sums(self) -> dict:
         """Means and sums since the last call, as fields of a log row."""

@@ -42,20 +42,23 @@ class Optimizer:
         on_gpu = self.parameters[0].device.type == "cuda"
         # A learning rate on the device, so that a captured CUDA graph sees the one of its own step.
         rate = torch.zeros((), device="cuda") if on_gpu else 0.0
-        self.adamw = torch.optim.AdamW(groups, lr=rate, betas=BETAS, eps=EPS, fused=True)
+        self.adamw = torch.optim.AdamW(groups, lr=rate, betas=BETAS, eps=EPS, fused=True, capturable=on_gpu)
 
-    def step(self, rate: float) -> torch.Tensor:
+    def set_rate(self, rate: float) -> None:
+        """The learning rate of the steps from now on."""
+        for group in self.adamw.param_groups:
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def step(self) -> torch.Tensor:
         """One update from the parameters' gradients, which are gone afterwards. Returns their norm before clipping."""
         for parameter, master in zip(self.parameters, self.masters):
             if master is not parameter:
                 main = getattr(parameter, "main_grad", None)
                 master.grad = main if main is not None else parameter.grad.float()
         norm = nn.utils.clip_grad_norm_(self.masters, CLIP_NORM)
-        for group in self.adamw.param_groups:
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
         self.adamw.step()
         for parameter, master in zip(self.parameters, self.masters):
             if master is not parameter:
