@@ -1,0 +1,90 @@
+"""The host's time for a call of the layer on a GPU from Python: torch.ops.moelith.moe beside an empty custom operator of
+the same signature and the same results, and moelith.functional.moe and an nn.Module on top. Prints microseconds a call.
+
+PYTHONPATH=build/cuda/python python bench/cuda/host_cost.py [OUT.json]
+"""
+
+import json
+import statistics
+import sys
+import time
+
+import torch
+
+import moelith
+from moelith import LayerConfig, MoE, functional, operators
+
+TOKENS, CALLS, ROUNDS = 64, 200, 15  # the device keeps up, or its queue takes them
+
+
+def empty_like_moe():
+    """moelith::moe without the layer: it only makes the results."""
+    signature = operators.moe._opoverload._schema
+    arguments = str(signature)[str(signature).index("("):]
+
+    library = torch.library.Library("moelith_bench", "DEF")
+    library.define("empty" + arguments)
+
+    def run(x, router_logits, topk_ids, topk_weights, selection_bias, shared_gate_logits, num_valid_tokens, weights,
+            main_gradients, main_gradient_mask, config, options, group, num_sequences, save):
+        return (*operators._empty_outputs(x, config), x.new_empty((64,), dtype=torch.uint8))
+
+    @torch.library.custom_op("moelith_bench::custom", mutates_args=(), schema=arguments)
+    def custom(*given):
+        return run(*given)
+
+    library.impl("empty", run, "CUDA")
+    return library, custom
+
+
+def microseconds(call):
+    times = []
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        times.append((time.perf_counter() - began) / CALLS * 1e6)
+    return statistics.median(times)
+
+
+def main():
+    torch.manual_seed(0)
+    config = LayerConfig(hidden_size=256, intermediate_size=128, num_experts=32, top_k=4)
+    layer = MoE(config, dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(TOKENS, 256, dtype=torch.bfloat16, device="cuda")
+    logits = torch.randn(TOKENS, 32, device="cuda")
+    weights = [layer.gate_up_proj.detach(), layer.down_proj.detach()]
+    captured = []
+    original = operators.moe
+
+    class Spy:
+        def __call__(self, *arguments):
+            captured.append(arguments)
+            return original(*arguments)
+
+    operators.moe = Spy()
+    with torch.no_grad():
+        functional.moe(x, config=config, gate_up_proj=weights[0], down_proj=weights[1], router_logits=logits)
+    operators.moe = original
+    arguments = captured[0]
+    library, custom = empty_like_moe()
+    with torch.no_grad():
+        result = {
+            "moelith::moe": microseconds(lambda: original(*arguments)),
+            "empty custom operator": microseconds(lambda: custom(*arguments)),
+            "empty operator of torch.library": microseconds(lambda: torch.ops.moelith_bench.empty(*arguments)),
+            "functional.moe": microseconds(lambda: functional.moe(
+                x, config=config, gate_up_proj=weights[0], down_proj=weights[1], router_logits=logits)),
+            "MoE module (with the router's product)": microseconds(lambda: layer(x)),
+        }
+    result["moelith::moe without an empty custom operator"] = result["moelith::moe"] - result["empty custom operator"]
+    for name, value in result.items():
+        print(f"{name:46} {value:7.1f} us")
+    if len(sys.argv) > 1:
+        with open(sys.argv[1], "w") as file:
+            json.dump({"tokens": TOKENS, "torch": torch.__version__, "moelith": moelith.__version__, "microseconds": result}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
