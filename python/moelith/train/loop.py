@@ -80,8 +80,9 @@ class Stepper:
 
     WARM_UP = 3  # steps before the capture: libraries make their plans and workspaces
 
-    def __init__(self, model: LanguageModel, optimizer: Optimizer, preset: Preset, device: torch.device):
+    def __init__(self, model: LanguageModel, optimizer: Optimizer, preset: Preset, device: torch.device, clock: LayerClock):
         self.model = model
+        self.clock = clock
         self.optimizer = optimizer
         self.on_gpu = device.type == "cuda"
         self.graph, self.stream, self.warm_steps = None, torch.cuda.Stream() if self.on_gpu else None, 0
@@ -108,10 +109,10 @@ class Stepper:
         else:
             if self.graph is None:
                 self.graph = torch.cuda.CUDAGraph()
-                with self.model.clock.in_graph(), torch.cuda.graph(self.graph, stream=self.stream):
+                with self.clock.in_graph(), torch.cuda.graph(self.graph, stream=self.stream):
                     self._iteration()
             self.graph.replay()
-            self.model.clock.replayed()
+            self.clock.replayed()
         self.steps += 1
 
     def _iteration(self) -> None:
@@ -206,7 +207,7 @@ class Run:
             state = checkpoint.read_state(resumed_from)
             checkpoint.load_tensors(resumed_from, self.model, self.optimizer)
             self.step, self.windows.position = state.step, state.position
-        self.stepper = Stepper(self.model, self.optimizer, preset, device)
+        self.stepper = Stepper(self.model, self.optimizer, preset, device, self.clock)
         self.log = Log(folder / "log.jsonl", keep_up_to=self.step)
 
     def save(self) -> Path:
