@@ -27,6 +27,11 @@ SMALL = [f"--set={field}" for field in (
 
 
 @pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setenv("DEVICE", "cpu")  # test_gpu.py has the trainer on a GPU
+
+
+@pytest.fixture(autouse=True)
 def torch_settings():
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     yield

@@ -35,7 +35,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--resume", nargs="?", const="1", default=variable("RESUME"), help="go on from the run's checkpoint (RESUME=1)")
     add("--preset", default=variable("PRESET"), help="model size: tiny, small, base, large (PRESET; default: tiny)")
     add("--name", default=variable("NAME"), help="of the run and its folder (NAME; default: the preset's)")
-    add("--device", default=variable("DEVICE"), help="cpu or cuda (DEVICE; default: cpu)")
+    add("--device", default=variable("DEVICE"), help="cpu or cuda (DEVICE; default: cuda where there is a GPU that "
+        "the layer runs on, but cpu for fp32)")
     add("--dtype", default=variable("DTYPE"), help="storage of weights and activations: fp32 or bf16, both with "
         "float32 accumulation and master weights (DTYPE; default: fp32 on a CPU, bf16 on a GPU)")
     add("--seed", default=variable("SEED"), help="of weights and data order (SEED; default: 0)")
@@ -78,6 +79,24 @@ def changed(preset, changes: list[str]):
     return preset
 
 
+def default_device(dtype: str | None) -> str:
+    """cuda where this build, this machine's GPU and the dtype go together, otherwise cpu."""
+    import torch
+
+    import moelith
+    from moelith.runtime import Group
+
+    if dtype == "fp32" or not torch.cuda.is_available():
+        return "cpu"
+    smallest = moelith.LayerConfig(hidden_size=8, intermediate_size=8, num_experts=1, top_k=1)
+    try:
+        Group.single().plan(smallest.key, moelith.PlanOptions().key, torch.bfloat16, "cuda", 0)
+    except NotImplementedError as why:
+        print(f"training on the CPU, since the layer does not run on the GPU here: {why}")
+        return "cpu"
+    return "cuda"
+
+
 def run(arguments: list[str]) -> int:
     options = parse(arguments)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what PyTorch asks for, for deterministic results
@@ -94,7 +113,7 @@ def run(arguments: list[str]) -> int:
     threads = whole_number("THREADS", options.threads, 1)
     preset_name = choice("PRESET", options.preset, PRESETS)
     dtype = choice("DTYPE", options.dtype, loop.DTYPES)
-    device = choice("DEVICE", options.device, ("cpu", "cuda")) or "cpu"
+    device = choice("DEVICE", options.device, ("cpu", "cuda"))
     resuming = choice("RESUME", options.resume, ("0", "1")) == "1"
     if device == "cuda" and not torch.cuda.is_available():
         raise TrainError("DEVICE: cuda, but PyTorch finds no GPU here; accepted: cpu")
@@ -102,7 +121,6 @@ def run(arguments: list[str]) -> int:
     if name != Path(name).name or name.startswith("."):
         raise TrainError(f"NAME: {name!r}; accepted: a folder name, without '/'")
     folder = Path(options.runs) / name
-    device = torch.device(device)
 
     if resuming:
         saved = checkpoint.latest(folder)
@@ -116,10 +134,12 @@ def run(arguments: list[str]) -> int:
                 raise TrainError(f"{what}: {given}, but the run to resume has {there}; leave it out, or start a new "
                                  "run under another NAME")
         config = dataclasses.replace(config, steps=steps or config.steps, threads=threads or config.threads)
+        device = torch.device(device or default_device(config.dtype))
         job = loop.resume(folder, config, saved, device)
         print(f"resumed {saved} at step {job.step}")
     else:
         preset = changed(PRESETS[preset_name or "tiny"], options.set)
+        device = torch.device(device or default_device(dtype))
         steps = steps or preset.steps
         config = loop.Config(
             preset_name=preset_name or "tiny", preset=preset, data=options.data,
