@@ -57,17 +57,10 @@ function(moelith_cuda_options target)
   endif()
 endfunction()
 
-# In the persistent kernels a spilled register, a setmaxnreg that is not heeded or products that are put in a row cost more
-# than any other slip, so what ptxas warns of there is an error. All but: down_dgrad's epilogue of 128 columns keeps 136
-# bytes in local memory, outside of the main loops.
+# ptxas says where it keeps registers in local memory; scripts/spills compares that with what is allowed.
 file(GLOB moelith_persistent_kernels ${CMAKE_CURRENT_LIST_DIR}/../src/executors/cuda/sm90_forward_*.cu
   ${CMAKE_CURRENT_LIST_DIR}/../src/executors/cuda/sm90_backward_*.cu)
-foreach(source IN LISTS moelith_persistent_kernels)
-  set_property(SOURCE ${source} APPEND PROPERTY COMPILE_OPTIONS "-Xptxas=--warn-on-spills")
-  if(NOT source MATCHES "sm90_backward_128\\.cu$")
-    set_property(SOURCE ${source} APPEND PROPERTY COMPILE_OPTIONS "-Xptxas=--warning-as-error")
-  endif()
-endforeach()
+set_property(SOURCE ${moelith_persistent_kernels} APPEND PROPERTY COMPILE_OPTIONS "-Xptxas=--warn-on-spills")
 
 # moelith_add_cuda_sources(target): adds src/**/*.cu to the library and tells its C++ files by MOELITH_WITH_CUDA=1.
 function(moelith_add_cuda_sources target)
