@@ -703,6 +703,45 @@ void run_layer_case(Case& c) {
     values = Expect::refusal;
   }
 
+  // Experts that lie apart, in the place of stacked weights.
+  std::unique_ptr<struct moelith_bound_experts, void (*)(moelith_bound_experts_t)> bound(nullptr, moelith_bound_experts_destroy);
+  if (r.chance(25)) {
+    const auto pointers_to = [&](moelith_tensor_t& stacked) {
+      std::vector<void*> list;
+      for (std::int64_t e = 0; stacked.rank > 0 && e < c.config.num_experts; ++e) {
+        list.push_back(static_cast<unsigned char*>(stacked.data) + e * stacked.stride[0] * element_size(stacked.dtype));
+      }
+      return list;
+    };
+    std::vector<void*> lists[4] = {pointers_to(c.inputs.gate_up_proj), pointers_to(c.inputs.gate_up_bias),
+                                   pointers_to(c.inputs.down_proj), pointers_to(c.inputs.down_bias)};
+    moelith_expert_pointers_t pointers{};
+    pointers.struct_size = sizeof pointers;
+    pointers.dtype = c.config.dtype;
+    pointers.count = c.config.num_experts;
+    const auto list_of = [&](int i) { return lists[i].empty() ? nullptr : lists[i].data(); };
+    pointers.gate_up_proj = list_of(0), pointers.gate_up_bias = list_of(1);
+    pointers.down_proj = list_of(2), pointers.down_bias = list_of(3);
+    moelith_bound_experts_t made = nullptr;
+    const auto bind = [&](const char* name, Expect expect, const moelith_expert_pointers_t& given) {
+      check_call(name, expect, [&] { return moelith_plan_bind(plan, &given, &made); });
+    };
+    moelith_expert_pointers_t bad = pointers;
+    std::vector<void*> holed = lists[2];
+    switch (r.below(4)) {
+      case 0: bad.count = static_cast<std::int32_t>(r.pick({-1, 0, c.config.num_experts - 1, 1 << 30})); break;
+      case 1: holed[static_cast<std::size_t>(r.below(c.config.num_experts))] = nullptr, bad.down_proj = holed.data(); break;
+      case 2: bad.dtype = r.pick({-1, 3, 5, 77}); break;
+      default: bad.struct_size -= 8;
+    }
+    bind("plan_bind (spoilt)", Expect::refusal, bad);
+    if (made != nullptr) violated("plan_bind gave a binding out although it refused");
+    bind("plan_bind", Expect::success, pointers);
+    bound.reset(made);
+    c.inputs.bound = made;
+    c.inputs.gate_up_proj = c.inputs.gate_up_bias = c.inputs.down_proj = c.inputs.down_bias = moelith_tensor_t{};
+  }
+
   const bool keep = !r.chance(10);
   auto before = snapshot(c);
   moelith_status_t status = MOELITH_OK;
