@@ -109,7 +109,10 @@ def losses(folder, name, device, *options):
 def test_training_in_a_graph_gives_the_bits_of_eager_steps(tmp_path, monkeypatch):
     from moelith.train.loop import Stepper
 
+    replays, replay = [], torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda self: (replays.append(self), replay(self)))
     graph = losses(tmp_path, "graph", "cuda")
+    assert len(replays) == 16 - Stepper.WARM_UP
     monkeypatch.setattr(Stepper, "WARM_UP", 1000)
     eager = losses(tmp_path, "eager", "cuda")
     for a, b in zip(graph, eager, strict=True):

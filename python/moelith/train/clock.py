@@ -44,11 +44,11 @@ class LayerClock:
     @contextlib.contextmanager
     def in_graph(self):
         """Around the capture of a graph."""
-        self._capturing = True
+        self._capturing, self._graph_pairs = True, []
         try:
             yield
         finally:
-            self._capturing = False
+            self._capturing, self._open = False, None
 
     def replayed(self) -> None:
         """A graph that was captured under in_graph() has been launched."""

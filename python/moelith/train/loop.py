@@ -84,8 +84,8 @@ class Stepper:
         self.model = model
         self.clock = clock
         self.optimizer = optimizer
-        self.on_gpu = device.type == "cuda"
-        self.graph, self.stream, self.warm_steps = None, torch.cuda.Stream() if self.on_gpu else None, 0
+        self.captures = device.type == "cuda"
+        self.graph, self.stream, self.warm_steps = None, torch.cuda.Stream() if self.captures else None, 0
         self.balance_rate = preset.balance_rate
         self.tokens = torch.zeros(preset.batch, preset.context + 1, dtype=torch.int64, device=device)
         self.loss_sum = torch.zeros((), device=device)
@@ -98,22 +98,34 @@ class Stepper:
         """batch: uint8 [B, context + 1]."""
         self.tokens.copy_(torch.from_numpy(batch))
         self.optimizer.set_rate(rate)
-        if not self.on_gpu:
-            self._iteration()
-        elif self.warm_steps < self.WARM_UP:
+        if self.captures and self.graph is None and self.warm_steps == self.WARM_UP:
+            self._capture()
+        if self.graph is not None:
+            self.graph.replay()
+            self.clock.replayed()
+        elif self.captures:
             self.warm_steps += 1
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
                 self._iteration()
             torch.cuda.current_stream().wait_stream(self.stream)
         else:
-            if self.graph is None:
-                self.graph = torch.cuda.CUDAGraph()
-                with self.clock.in_graph(), torch.cuda.graph(self.graph, stream=self.stream):
-                    self._iteration()
-            self.graph.replay()
-            self.clock.replayed()
+            self._iteration()
         self.steps += 1
+
+    def _capture(self) -> None:
+        """Makes the graph; nothing of a step happens. Where it cannot be made, the steps go on one by one."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with self.clock.in_graph(), torch.cuda.graph(graph, stream=self.stream):
+                self._iteration()
+        except RuntimeError as error:
+            print(f"a step cannot be captured as a CUDA graph and is launched piece by piece instead: {error}", file=sys.stderr)
+            self.captures = False
+            self.optimizer.drop_gradients()
+            torch.cuda.synchronize()
+        else:
+            self.graph = graph
 
     def _iteration(self) -> None:
         logits, aux_loss, load = self.model(self.tokens[:, :-1])

@@ -65,8 +65,12 @@ class Optimizer:
                 parameter.data.copy_(master)
                 if hasattr(parameter, "main_grad"):
                     parameter.main_grad.zero_()
-            parameter.grad = master.grad = None
+        self.drop_gradients()
         return norm
+
+    def drop_gradients(self) -> None:
+        for parameter, master in zip(self.parameters, self.masters):
+            parameter.grad = master.grad = None
 
     def state(self) -> dict[str, torch.Tensor]:
         """Every tensor of the optimizer under "<parameter>.<what>"."""
