@@ -1,10 +1,12 @@
 """The layer on the CPU beside its rivals, in one run on the same cores, in bfloat16.
 
-    bench/cpu_layer.py [--threads N] [--rounds N] [--output FILE]
+    bench/cpu_layer.py [--threads N] [--rounds N] [--transformers-rounds N] [--output FILE]
 
 Rivals: transformers' OLMoE block with each of its experts implementations that runs on the CPU, and oneDNN called in a
-loop for the experts' matrix products alone (bench/onednn_experts.cpp). Measurements take turns, a round each, since a
-shared machine's speed moves; medians over rounds. Correctness first: our block's output and input gradient must be within
+loop for the experts' matrix products alone (bench/onednn_experts.cpp). Ours is measured twice: the whole block, whose
+router's linear layer is PyTorch's, beside transformers' block; and from router logits on, beside oneDNN's loop, which has
+no router. Measurements take turns, a round each, since a shared machine's speed moves; medians over rounds. Correctness
+first: our block's output and input gradient must be within
 5e-2 of transformers' own in float32. Writes bench/results/cpu_layer.json.
 """
 
@@ -31,6 +33,7 @@ SHAPES = {  # name: (hidden_size, intermediate_size, num_experts, top_k, tokens)
     "OLMoE": (2048, 1024, 64, 8, 512),
     "small": (512, 256, 64, 8, 2048),
 }
+FROM_LOGITS = "moelith from router logits"
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 
 
@@ -49,16 +52,17 @@ def make_block(shape, implementation, dtype):
     return block.to(dtype)
 
 
-def timed(block, x, dy):
+def timed(block, x, dy, **inputs):
     """Milliseconds of forward, and of forward and backward."""
     begin = time.perf_counter()
-    y = block(x)
+    y = block(x, **inputs)
     middle = time.perf_counter()
     y.backward(dy)
     end = time.perf_counter()
     for parameter in block.parameters():
         parameter.grad = None
-    x.grad = None
+    for tensor in (x, *inputs.values()):
+        tensor.grad = None
     return (middle - begin) * 1e3, (end - begin) * 1e3
 
 
@@ -92,7 +96,7 @@ def onednn(shape, counts, threads, seconds):
     return {f"oneDNN loop, {name}": value for name, value in json.loads(done.stdout).items() if value}
 
 
-def measure(name, shape, threads, rounds):
+def measure(name, shape, threads, rounds, transformers_rounds):
     hidden, intermediate, experts, top_k, tokens = shape
     torch.manual_seed(2)
     dtype = torch.bfloat16
@@ -103,11 +107,12 @@ def measure(name, shape, threads, rounds):
     dy = torch.randn(1, tokens, hidden).to(dtype)
     errors = check(ours, shape, x, dy)
     counts = ours(x.detach(), return_routing=True).expert_counts.tolist()
+    logits = ours.router_logits(x).float().detach().requires_grad_()
     del reference
     gc.collect()
 
-    samples = {"moelith": []}
-    blocks = {"moelith": ours}
+    samples = {FROM_LOGITS: [], "moelith": []}
+    blocks = {FROM_LOGITS: ours, "moelith": ours}
     for implementation in IMPLEMENTATIONS:
         if implementation == "batched_mm" and tokens * top_k * 3 * hidden * intermediate * 2 > 8 << 30:
             continue  # it copies a route's weights for each route
@@ -116,8 +121,10 @@ def measure(name, shape, threads, rounds):
     seconds_a_round = 2.0
     for round_ in range(rounds + 1):
         for key, block in list(blocks.items()):
+            if key.startswith("transformers") and round_ > transformers_rounds:
+                continue
             try:
-                sample = timed(block, x, dy)
+                sample = timed(block, x, dy, **({"router_logits": logits} if key == FROM_LOGITS else {}))
             except (RuntimeError, NotImplementedError) as error:
                 print(f"{name}: {key} does not run here: {str(error).splitlines()[0]}", file=sys.stderr)
                 del blocks[key], samples[key]
@@ -132,16 +139,17 @@ def measure(name, shape, threads, rounds):
         key: {"forward_ms": statistics.median(s[0] for s in values), "forward_backward_ms": statistics.median(s[1] for s in values)}
         for key, values in samples.items()
     }
-    mine = medians.pop("moelith")
+    from_logits, mine = medians.pop(FROM_LOGITS), medians.pop("moelith")
     flops = 6 * tokens * top_k * hidden * intermediate
-    for key, value in {"moelith": mine, **medians}.items():
-        print(f"{name:8} {key:26} forward {value['forward_ms']:9.1f} ms  forward + backward {value['forward_backward_ms']:9.1f} ms  "
+    for key, value in {FROM_LOGITS: from_logits, "moelith": mine, **medians}.items():
+        compared = from_logits if key.startswith("oneDNN") else mine
+        print(f"{name:8} {key:27} forward {value['forward_ms']:9.1f} ms  forward + backward {value['forward_backward_ms']:9.1f} ms  "
               f"{3 * flops / value['forward_backward_ms'] * 1e-6:7.1f} GFLOP/s  "
-              f"moelith is {value['forward_backward_ms'] / mine['forward_backward_ms']:.2f} times as fast", flush=True)
+              f"moelith is {value['forward_backward_ms'] / compared['forward_backward_ms']:.2f} times as fast", flush=True)
     return {
         "shape": name, "hidden_size": hidden, "intermediate_size": intermediate, "num_experts": experts, "top_k": top_k,
         "tokens": tokens, "ranks": 1, "routing": "the block's own router on random input", "dtype": "bfloat16", **mine,
-        "error_y_dx": errors, "rivals": medians,
+        "from_router_logits": from_logits, "error_y_dx": errors, "rivals": medians,
     }
 
 
@@ -156,15 +164,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--transformers-rounds", type=int, default=1, help="theirs take up to a minute each")
     parser.add_argument("--shape", choices=SHAPES, action="append")
     parser.add_argument("--output", type=pathlib.Path, default=ROOT / "bench/results/cpu_layer.json")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    rows = [measure(name, SHAPES[name], arguments.threads, arguments.rounds) for name in arguments.shape or SHAPES]
+    rows = [measure(name, SHAPES[name], arguments.threads, arguments.rounds, arguments.transformers_rounds) for name in arguments.shape or SHAPES]
     commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     result = {
         "gpu": None, "cpu": f"{cpu_name()}, {arguments.threads} threads", "date": datetime.date.today().isoformat(),
-        "commit": commit, "command": "bench/cpu_layer.py", "rounds": arguments.rounds, "torch": torch.__version__, "transformers": transformers.__version__,
+        "commit": commit, "command": " ".join(["bench/cpu_layer.py", *sys.argv[1:]]), "rounds": arguments.rounds, "transformers_rounds": arguments.transformers_rounds, "torch": torch.__version__, "transformers": transformers.__version__,
         "rows": rows,
     }
     arguments.output.write_text(json.dumps(result, indent=1) + "\n")

@@ -2,9 +2,13 @@
 #
 # -ffp-contract=off: a product and a sum are never fused unless the source says std::fma, so that a file compiled for
 # a newer instruction set computes the same bits as one compiled for the baseline.
+#
+# -fno-trapping-math -fno-math-errno: comparisons may be evaluated ahead of time, since nobody reads floating-point
+# exception flags or errno. Without them GCC keeps the branches of exp, and loops over it stay scalar. No value depends on
+# them.
 add_library(moelith_flags INTERFACE)
 target_compile_options(moelith_flags INTERFACE
-  $<$<COMPILE_LANGUAGE:CXX,C>:-Wall;-Wextra;-ffp-contract=off>
+  $<$<COMPILE_LANGUAGE:CXX,C>:-Wall;-Wextra;-ffp-contract=off;-fno-trapping-math;-fno-math-errno>
   $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-psabi;-Wno-maybe-uninitialized>)
 if(MOELITH_WERROR)
   target_compile_options(moelith_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX,C>:-Werror>)

@@ -2,8 +2,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <numeric>
 #include <type_traits>
 
+#include "executors/cpu/choose_tiles.hpp"
 #include "executors/cpu/pass_data.hpp"
 #include "executors/cpu/run_pass.hpp"
 #include "executors/cpu/thread_pool.hpp"
@@ -55,8 +57,7 @@ class CpuLayer final : public DeviceLayer {
       : plan_(plan), config_(plan.config), activation_(plan.config.activation), shared_count_(plan.config.shared_experts.size()) {
     workers_ = plan.options.workers > 0 ? plan.options.workers : executors::cpu::available_workers();
     executors::cpu::instruction_set();  // a wrong choice is refused here and not by a worker
-    tile_.columns = plan.options.tile_columns > 0 ? plan.options.tile_columns : 256;
-    tile_.wgrad_rows = tile_.wgrad_columns = tile_.columns;
+    tile_ = choose_tiles();
     saved_mark_ = Fingerprint().add(plan.saved_mark).add(tile_.row_block).value();  // row blocks lie in the buffer too
     router_ = routing::RouterSpec{config_.router, config_.num_experts, config_.top_k};
     if (plan.options.group.size() > 1) {
@@ -221,6 +222,15 @@ class CpuLayer final : public DeviceLayer {
   }
 
  private:
+  schedule::TileShape choose_tiles() const {
+    const bool several = plan_.options.group.size() > 1;
+    std::int64_t tokens = plan_.options.max_tokens;
+    if (several) tokens = std::accumulate(plan_.max_tokens_of_rank.begin(), plan_.max_tokens_of_rank.end(), std::int64_t(0));
+    constexpr int workers_of_any_rank = 8;  // each rank knows its own number alone, and all have to choose alike
+    return executors::cpu::choose_tiles(tokens * config_.top_k, config_.num_experts, config_.hidden_size,
+                                        several ? workers_of_any_rank : workers_, plan_.options.tile_columns);
+  }
+
   std::uint64_t router_scratch_bytes(std::int64_t tokens) const {
     return std::max({routing::router_workspace_bytes<T>(router_, tokens),
                      routing::token_order_workspace_bytes(tokens, config_.top_k, config_.num_experts),

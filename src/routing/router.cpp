@@ -1,9 +1,3 @@
-// Comparisons in the loops below may be evaluated ahead of time (no one reads floating-point exception flags here, nor
-// errno): without this, GCC keeps the branches of exp and its loops stay scalar. No value depends on it.
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC optimize("no-trapping-math", "no-math-errno")
-#endif
-
 #include "routing/router.hpp"
 
 #include <algorithm>
