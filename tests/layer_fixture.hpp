@@ -22,6 +22,8 @@
 #include "numerics/bfloat16.hpp"
 #include "reference/compare.hpp"
 #include "reference/layer.hpp"
+#include "tests/fork_ranks.hpp"
+#include "transport/transport.hpp"
 
 namespace moelith::test {
 
@@ -230,6 +232,8 @@ struct RunOptions {
   std::int64_t row_gap = 0;                  // elements between the rows of x, y, dY and dx,
   std::int64_t logits_gap = 0;               // and of the router's logits and their gradient
   bool bound = false;                        // weights of experts and their gradients apart, by pointers
+  bool processes = false;                    // ranks are processes instead of threads
+  std::uint64_t passes_before = 0;           // of the group
   DeviceKind device = DeviceKind::cpu;
   void* stream = nullptr;
   std::function<void*(std::uint64_t bytes)> scratch;  // where saved and the workspaces lie, unfilled; none: a Buffer
@@ -241,6 +245,46 @@ struct RunOptions {
 // Every result by name, of all ranks joined: tokens one rank after another, experts by global id.
 using Results = std::map<std::string, std::vector<double>>;
 
+// One rank's part, as bytes from a process to its parent and back.
+struct RankPart {
+  Results results;
+  std::vector<std::int32_t> local_experts;
+
+  std::string packed() const {
+    std::string bytes;
+    auto put = [&](const void* data, std::size_t size) { bytes.append(static_cast<const char*>(data), size); };
+    auto put_all = [&](const auto& values) {
+      const std::uint64_t count = values.size();
+      put(&count, sizeof count);
+      put(values.data(), count * sizeof values[0]);
+    };
+    put_all(local_experts);
+    for (const auto& [name, values] : results) {
+      put_all(name);
+      put_all(values);
+    }
+    return bytes;
+  }
+  static RankPart unpacked(const std::string& bytes) {
+    RankPart part;
+    std::size_t place = 0;
+    auto take_all = [&](auto& values) {
+      std::uint64_t count = 0;
+      std::memcpy(&count, bytes.data() + place, sizeof count);
+      values.resize(count);
+      std::memcpy(values.data(), bytes.data() + place + sizeof count, count * sizeof values[0]);
+      place += sizeof count + count * sizeof values[0];
+    };
+    take_all(part.local_experts);
+    while (place < bytes.size()) {
+      std::string name;
+      take_all(name);
+      take_all(part.results[name]);
+    }
+    return part;
+  }
+};
+
 inline Results run(const Problem& p, const RunOptions& options) {
   const auto& c = p.config;
   std::vector<std::int64_t> tokens_of_rank = options.tokens_of_rank;
@@ -248,9 +292,8 @@ inline Results run(const Problem& p, const RunOptions& options) {
   const int ranks = static_cast<int>(tokens_of_rank.size());
   std::vector<std::int64_t> first_token(ranks, 0);
   for (int r = 1; r < ranks; ++r) first_token[r] = first_token[r - 1] + tokens_of_rank[r - 1];
-  auto groups = Group::threads(ranks);
-  std::vector<Results> parts(ranks);
-  std::vector<std::vector<std::int32_t>> local_experts(ranks);
+  std::vector<Group> groups = options.processes ? std::vector<Group>(ranks, Group::single()) : Group::threads(ranks);
+  std::vector<RankPart> parts(ranks);
   std::vector<std::exception_ptr> errors(ranks);
   const DataType accumulator = c.accumulator_dtype();
   const auto h = c.hidden_size, e = std::int64_t(c.num_experts), k = std::int64_t(c.top_k);
@@ -265,12 +308,13 @@ inline Results run(const Problem& p, const RunOptions& options) {
     plan_options.recompute = options.recompute;
     plan_options.group = groups[rank];
     plan_options.group.set_timeout(std::chrono::seconds(30));
+    if (options.passes_before) plan_options.group.transport()->start_after_pass(options.passes_before);
     plan_options.expert_rank = options.expert_rank;
     plan_options.tile_columns = options.tile_columns;
     plan_options.shuffle_seed = options.shuffle_seed == 0 ? 0 : options.shuffle_seed + static_cast<std::uint64_t>(rank);
     const Plan plan = Plan::create(c, plan_options);
     options.with_plan(plan);
-    const auto locals = local_experts[rank] = plan.local_experts();
+    const auto locals = parts[rank].local_experts = plan.local_experts();
     const auto l = static_cast<std::int64_t>(locals.size());
 
     std::deque<Tensor> owned;
@@ -447,7 +491,7 @@ inline Results run(const Problem& p, const RunOptions& options) {
       if (!t.gaps_intact()) throw std::runtime_error("a pass wrote between the rows of a tensor");
     }
     for (const auto& [name, tensors] : made) {
-      auto& all = parts[rank][name];
+      auto& all = parts[rank].results[name];
       for (const Tensor* t : tensors) {
         const std::vector<double> values = t->get();
         all.insert(all.end(), values.begin(), values.end());
@@ -455,7 +499,20 @@ inline Results run(const Problem& p, const RunOptions& options) {
     }
   };
 
-  if (ranks == 1) {
+  if (options.processes) {
+    const std::string name = fresh_group_name();
+    const auto ended = fork_ranks(ranks, [&](int r) {
+      groups[r] = Group::process(name, r, ranks, std::chrono::seconds(30));
+      run_rank(r);
+      return parts[r].packed();
+    });
+    for (int r = 0; r < ranks; ++r) {
+      if (!ended[r].returned) {
+        throw std::runtime_error("rank " + std::to_string(r) + " ended by signal " + std::to_string(ended[r].signal) + ": " + ended[r].text);
+      }
+      parts[r] = RankPart::unpacked(ended[r].text);
+    }
+  } else if (ranks == 1) {
     run_rank(0);
   } else {
     std::vector<std::thread> threads;
@@ -476,14 +533,15 @@ inline Results run(const Problem& p, const RunOptions& options) {
 
   Results joined;
   for (int r = 0; r < ranks; ++r) {
-    for (auto& [name, values] : parts[r]) {
+    const auto& local_experts = parts[r].local_experts;
+    for (auto& [name, values] : parts[r].results) {
       auto& all = joined[name];
       const bool of_experts = name == "d_gate_up_proj" || name == "d_down_proj" || name == "d_gate_up_bias" || name == "d_down_bias";
       if (of_experts) {
-        const std::int64_t size = local_experts[r].empty() ? 0 : static_cast<std::int64_t>(values.size() / local_experts[r].size());
+        const std::int64_t size = local_experts.empty() ? 0 : static_cast<std::int64_t>(values.size() / local_experts.size());
         if (size > 0) all.resize(e * size);
-        for (std::size_t n = 0; n < local_experts[r].size(); ++n) {
-          std::copy_n(values.begin() + n * size, size, all.begin() + local_experts[r][n] * size);
+        for (std::size_t n = 0; n < local_experts.size(); ++n) {
+          std::copy_n(values.begin() + n * size, size, all.begin() + local_experts[n] * size);
         }
       } else if (name.rfind("shared", 0) == 0) {
         // Each rank has the gradient of its own tokens; the replicas' sum is the caller's.
@@ -495,6 +553,17 @@ inline Results run(const Problem& p, const RunOptions& options) {
     }
   }
   return joined;
+}
+
+// Shared experts' weight gradients and the losses of `batch` and `sequence` are of each rank's own tokens by definition.
+inline std::vector<std::string> of_each_rank(const Problem& p) {
+  std::vector<std::string> names{"aux_loss", "z_loss", "expert_counts"};
+  for (std::size_t s = 0; s < p.config.shared_experts.size(); ++s) {
+    for (const char* name : {"d_gate_up_proj", "d_down_proj", "d_gate_up_bias", "d_down_bias"}) {
+      names.push_back("shared" + std::to_string(s) + "." + name);
+    }
+  }
+  return names;
 }
 
 // Bit for bit, apart from the results named in `except`.

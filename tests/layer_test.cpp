@@ -117,17 +117,6 @@ TEST(Determinism, SameBitsForAnyWorkersOrderAndTileWidth) {
   }
 }
 
-// Shared experts' weight gradients and the losses of `batch` and `sequence` are of each rank's own tokens by definition.
-std::vector<std::string> of_each_rank(const Problem& p) {
-  std::vector<std::string> names{"aux_loss", "z_loss", "expert_counts"};
-  for (std::size_t s = 0; s < p.config.shared_experts.size(); ++s) {
-    for (const char* name : {"d_gate_up_proj", "d_down_proj", "d_gate_up_bias", "d_down_bias"}) {
-      names.push_back("shared" + std::to_string(s) + "." + name);
-    }
-  }
-  return names;
-}
-
 TEST(Determinism, SameBitsForAnyNumberOfRanks) {
   Random random(13);
   for (int n = 0; n < 10; ++n) {

@@ -19,6 +19,13 @@ class Group {
   static Group single();
   // `ranks` ranks of one process that run on different threads, each thread calling with its own Group.
   static std::vector<Group> threads(int ranks);
+  // This process's rank among `ranks` processes of one host, which share memory (POSIX shared memory, in /dev/shm).
+  // Collective: every process calls it with the same name, of letters, digits, '-' and '_', that no other group has at that
+  // time, and its own rank. CPU layers only.
+  // limit: as for set_timeout, and for set-up itself. A rank whose process ends in the midst of a pass makes the others
+  // fail at once with Error(group_failed); a new group may be made after that.
+  static Group process(const std::string& name, int rank, int ranks,
+                       std::chrono::milliseconds limit = std::chrono::seconds(60));
 
   int rank() const;
   int size() const;

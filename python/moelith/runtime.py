@@ -3,8 +3,11 @@
 import itertools
 import json
 import os
+import socket
 import threading
+import uuid
 import weakref
+from pathlib import Path
 
 import torch
 
@@ -80,6 +83,38 @@ class Group:
     def threads(ranks: int) -> list["Group"]:
         """A group of `ranks` ranks of this process; every rank calls from a thread of its own, with its own Group."""
         return [Group(native) for native in _moelith.Group.threads(ranks)]
+
+    @staticmethod
+    def process(name: str, rank: int, ranks: int, seconds: float = 60.0) -> "Group":
+        """This process's rank among `ranks` processes of one host, for layers on the CPU. Collective: all give the same
+        name (letters, digits, '-', '_'), which no other group has at that time. `seconds`: as for set_timeout."""
+        return Group(_moelith.Group.process(name, rank, ranks, seconds))
+
+    @staticmethod
+    def from_process_group(process_group=None, seconds: float = 60.0) -> "Group":
+        """The same ranks as those of a torch.distributed process group (None: the default one). Collective over it.
+
+        Raises RuntimeError on every rank, naming those concerned, if its ranks are not processes of one host.
+        """
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            raise RuntimeError("process_group: torch.distributed is not initialised; call init_process_group first")
+        rank, ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
+        if rank < 0:
+            raise ValueError("process_group: this process is not a rank of it")
+        # The host, and the shared memory that this process sees: containers of one host may each have their own.
+        place = (socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.stat("/dev/shm").st_dev)
+        facts = [None] * ranks
+        dist.all_gather_object(facts, (place, uuid.uuid4().hex), process_group)
+        apart = [r for r in range(ranks) if facts[r][0][1:] != facts[0][0][1:]]
+        if apart:
+            hosts = ", ".join(f"rank {r} on {facts[r][0][0]}" for r in (0, *apart))
+            raise RuntimeError(
+                f"process_group: its ranks do not share memory ({hosts}); an expert-parallel group lies within one host: "
+                "make a process group for each host and reduce expert gradients over the others"
+            )
+        return Group.process(facts[0][1], rank, ranks, seconds)
 
     @staticmethod
     def of(handle: str) -> "Group":

@@ -16,7 +16,8 @@ struct AlignedDelete {
 
 // What all ranks of the group see.
 struct Shared {
-  explicit Shared(int ranks) : ranks(ranks), gathered(ranks), memory(ranks), arrivals(ranks), flags(ranks) {}
+  explicit Shared(int ranks)
+      : ranks(ranks), gathered(ranks), memory(ranks), arrivals(ranks), flags(ranks), begun(ranks), done(ranks) {}
 
   const int ranks;
   std::mutex mutex;
@@ -30,6 +31,7 @@ struct Shared {
   std::vector<std::unique_ptr<std::byte[], AlignedDelete>> memory;
   std::vector<std::vector<std::uint64_t>> arrivals, flags;
   std::atomic<bool> has_failed{false};
+  std::vector<std::atomic<std::uint64_t>> begun, done;  // the last pass of each rank
   std::string reason;  // guarded by mutex
 
   // With the lock held.
@@ -98,7 +100,7 @@ class Threads final : public Transport {
       for (int r = 0; r < shared_->ranks; ++r) {
         shared_->memory[r].reset(new (std::align_val_t{256}) std::byte[shared_->bytes]);
         shared_->arrivals[r].assign(shared_->arrival_count, 0);
-        shared_->flags[r].assign(shared_->flag_count, 0);
+        shared_->flags[r].assign(shared_->flag_count, last_pass());
       }
     });
   }
@@ -119,6 +121,12 @@ class Threads final : public Transport {
     std::lock_guard lock(shared_->mutex);
     shared_->require_usable();
   }
+
+ protected:
+  void begun(std::uint64_t pass) override { shared_->begun[rank()].store(pass, std::memory_order_release); }
+  void done(std::uint64_t pass) override { shared_->done[rank()].store(pass, std::memory_order_release); }
+  std::uint64_t last_begun(int rank) const override { return shared_->begun[rank].load(std::memory_order_acquire); }
+  std::uint64_t last_done(int rank) const override { return shared_->done[rank].load(std::memory_order_acquire); }
 
  private:
   std::shared_ptr<Shared> shared_;

@@ -14,6 +14,10 @@
 
 namespace moelith::transport {
 
+// Whether a count of passes has come to `target`: by the sign of their difference, which is right also where counts start
+// anew from 0.
+inline bool reached(std::uint64_t count, std::uint64_t target) { return static_cast<std::int64_t>(count - target) >= 0; }
+
 class Transport {
  public:
   virtual ~Transport() = default;
@@ -26,7 +30,7 @@ class Transport {
   // Collective. Every rank's value, by rank. Throws Error(timed_out) naming the ranks that did not come.
   virtual std::vector<std::int64_t> all_gather(std::int64_t value) = 0;
   // Collective, outside of passes. Makes each rank's symmetric memory at least that large (bytes; numbers of counters);
-  // addresses may change, contents are lost, arrivals and flags are 0. Memory never shrinks.
+  // addresses may change, contents are lost, arrivals are 0 and flags stand at the last pass. Memory never shrinks.
   virtual void reserve(std::uint64_t bytes, std::int64_t arrivals, std::int64_t flags) = 0;
 
   // Of any rank; valid until the next reserve. Memory is aligned to 256 bytes.
@@ -35,7 +39,31 @@ class Transport {
   virtual std::uint64_t* flags(int rank) const = 0;     // likewise
 
   // Every pass of the group has a number, the same on all ranks since all run the same passes in the same order.
-  std::uint64_t begin_pass() { return ++epoch_; }
+  std::uint64_t begin_pass() {
+    begun(++epoch_);
+    return epoch_;
+  }
+  // The number of the last pass of this rank, and a way to have it elsewhere: before any reserve, on all ranks alike.
+  std::uint64_t last_pass() const { return epoch_; }
+  void start_after_pass(std::uint64_t number) {
+    epoch_ = number;
+    begun(number);
+    done(number);
+  }
+  // This rank has done all that others may wait for in this pass.
+  void end_pass() { done(epoch_); }
+  // While a pass waits: whom it can be waiting for, for an error's text, such as "rank 2 has not begun this pass".
+  std::string laggards() const {
+    std::string text;
+    for (int r = 0; r < size(); ++r) {
+      if (r == rank() || reached(last_done(r), epoch_)) continue;
+      text += (text.empty() ? "rank " : ", rank ") + std::to_string(r) +
+              (reached(last_begun(r), epoch_) ? " is in it still" : " has not begun this pass");
+    }
+    return text;
+  }
+  // While a pass waits, from time to time: fails the group if the process of a rank is gone that has not ended the pass.
+  void look_after_ranks() { look_after_ranks(epoch_); }
   // Forward passes alternate between two routing tables: a rank may still read the last one of a rank that has gone on.
   int begin_table() { return table_ ^= 1; }
 
@@ -76,6 +104,13 @@ class Transport {
  protected:
   Transport(int rank, int size) : rank_(rank), size_(size) {}
 
+  // The number of the last pass that each rank has begun, and ended.
+  virtual void begun(std::uint64_t) {}
+  virtual void done(std::uint64_t) {}
+  virtual std::uint64_t last_begun(int) const { return epoch_; }
+  virtual std::uint64_t last_done(int) const { return epoch_; }
+  virtual void look_after_ranks(std::uint64_t) {}
+
  private:
   int rank_, size_;
   std::uint64_t epoch_ = 0;
@@ -88,5 +123,7 @@ class Transport {
 std::shared_ptr<Transport> make_single();
 // `ranks` ranks on threads of this process.
 std::vector<std::shared_ptr<Transport>> make_threads(int ranks);
+// One rank of several processes of this host; Group::process says what the arguments are. Collective.
+std::shared_ptr<Transport> make_process(const std::string& name, int rank, int ranks, std::chrono::milliseconds limit);
 
 }  // namespace moelith::transport

@@ -102,6 +102,13 @@ auto waiting_for_ranks(const Group& group, bool watch_signals, Call call) {
   return result.get();
 }
 
+std::chrono::milliseconds milliseconds_of(double seconds) {
+  if (!(seconds > 0 && seconds < 1e12)) {  // NaN too; the library knows the exact limits
+    throw Error(Status::invalid_argument, "seconds: got " + std::to_string(seconds) + ", accepted are 0.001 to a year");
+  }
+  return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1e3));
+}
+
 }  // namespace
 
 void bind_layer(nb::module_& module) {
@@ -110,17 +117,15 @@ void bind_layer(nb::module_& module) {
   nb::class_<Group>(module, "Group")
       .def_static("single", &Group::single)
       .def_static("threads", &Group::threads, nb::arg("ranks"))
+      .def_static(
+          "process",
+          [](const std::string& name, int rank, int ranks, double seconds) {
+            return Group::process(name, rank, ranks, milliseconds_of(seconds));
+          },
+          nb::arg("name"), nb::arg("rank"), nb::arg("ranks"), nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("rank", &Group::rank)
       .def_prop_ro("size", &Group::size)
-      .def(
-          "set_timeout",
-          [](Group& self, double seconds) {
-            if (!(seconds > 0 && seconds < 1e12)) {  // NaN too; the library knows the exact limits
-              throw Error(Status::invalid_argument, "seconds: got " + std::to_string(seconds) + ", accepted are 0.001 to a year");
-            }
-            self.set_timeout(std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1e3)));
-          },
-          nb::arg("seconds"));
+      .def("set_timeout", [](Group& self, double seconds) { self.set_timeout(milliseconds_of(seconds)); }, nb::arg("seconds"));
 
   nb::class_<PlanOptions>(module, "PlanOptions")
       .def(nb::init<>())

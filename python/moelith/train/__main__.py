@@ -41,6 +41,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "float32 accumulation and master weights (DTYPE; default: fp32 on a CPU, bf16 on a GPU)")
     add("--seed", default=variable("SEED"), help="of weights and data order (SEED; default: 0)")
     add("--threads", default=variable("THREADS"), help="CPU threads (THREADS; default: all that may be used)")
+    add("--ep", default=variable("EP"), help="under torchrun: processes that share the experts of a layer (EP; default: "
+        "all, on a GPU 1); the others are replicas of them")
     add("--runs", default=variable("RUNS") or "runs", help="folder of all runs (RUNS; default: runs)")
     add("--set", action="append", default=[], metavar="FIELD=VALUE", help="changes a field of the preset, as "
         "--set layers=2; fields: see Preset in model.py")
@@ -104,6 +106,7 @@ def run(arguments: list[str]) -> int:
 
     from . import checkpoint, loop
     from .model import PRESETS
+    from .ranks import start_ranks
 
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -111,6 +114,7 @@ def run(arguments: list[str]) -> int:
     steps = whole_number("STEPS", options.steps, 1)
     seed = whole_number("SEED", options.seed, 0)
     threads = whole_number("THREADS", options.threads, 1)
+    ep = whole_number("EP", options.ep, 1)
     preset_name = choice("PRESET", options.preset, PRESETS)
     dtype = choice("DTYPE", options.dtype, loop.DTYPES)
     device = choice("DEVICE", options.device, ("cpu", "cuda"))
@@ -121,6 +125,7 @@ def run(arguments: list[str]) -> int:
     if name != Path(name).name or name.startswith("."):
         raise TrainError(f"NAME: {name!r}; accepted: a folder name, without '/'")
     folder = Path(options.runs) / name
+    own_cpus = max(1, usable_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     if resuming:
         saved = checkpoint.latest(folder)
@@ -133,26 +138,33 @@ def run(arguments: list[str]) -> int:
             if given is not None and given != there:
                 raise TrainError(f"{what}: {given}, but the run to resume has {there}; leave it out, or start a new "
                                  "run under another NAME")
-        config = dataclasses.replace(config, steps=steps or config.steps, threads=threads or config.threads)
         device = torch.device(device or default_device(config.dtype))
-        job = loop.resume(folder, config, saved, device)
-        print(f"resumed {saved} at step {job.step}")
+        ranks = start_ranks(ep, device)
+        threads = threads or (config.threads if ranks.world == 1 else own_cpus)
+        config = dataclasses.replace(config, steps=steps or config.steps, threads=threads)
+        job = loop.resume(folder, config, saved, device, ranks)
+        if ranks.first:
+            print(f"resumed {saved} at step {job.step}")
     else:
         preset = changed(PRESETS[preset_name or "tiny"], options.set)
         device = torch.device(device or default_device(dtype))
+        ranks = start_ranks(ep, device)
         steps = steps or preset.steps
         config = loop.Config(
             preset_name=preset_name or "tiny", preset=preset, data=options.data,
             dtype=dtype or ("bf16" if device.type == "cuda" else "fp32"), seed=seed or 0,
-            threads=threads or usable_cpus(), steps=steps, horizon=max(steps, preset.steps))
-        job = loop.start(folder, config, device)
-    print(job.describe())
-    if job.step >= config.steps:
-        print(f"the run has made its {config.steps} steps; STEPS=<more> goes on")
+            threads=threads or own_cpus, steps=steps, horizon=max(steps, preset.steps))
+        job = loop.start(folder, config, device, ranks)
+    if ranks.first:
+        print(job.describe())
+        if job.step >= config.steps:
+            print(f"the run has made its {config.steps} steps; STEPS=<more> goes on")
     ended_by = job.train()
-    if ended_by is not None:
-        print(f"stopped by {signal.Signals(ended_by).name} and saved at step {job.step}; RESUME=1 goes on")
-    loop.finish(job)
+    if ranks.first:
+        if ended_by is not None:
+            print(f"stopped by {signal.Signals(ended_by).name} and saved at step {job.step}; RESUME=1 goes on")
+        loop.finish(job)
+    ranks.close()
     return 0 if ended_by is None else 128 + ended_by
 
 

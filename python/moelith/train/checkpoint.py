@@ -5,7 +5,7 @@
                                                    the random number generators
                             state.json             step, data position, and the run's configuration
 
-A checkpoint is written into a folder of another name, made durable, and renamed: a folder with its final name is whole.
+Tensors are those of the whole model, so a run may be resumed with another number of ranks. A checkpoint is written into a folder of another name, made durable, and renamed: a folder with its final name is whole.
 Older ones are deleted after that, so a failed save leaves the former checkpoint as it was.
 """
 
@@ -37,12 +37,17 @@ class State:
     config: dict
 
 
-def _fill(folder: Path, state: State, model: torch.nn.Module, optimizer) -> None:
+def _tensors(model, optimizer) -> dict[str, dict[str, torch.Tensor]]:
+    """Of each file. Collective over the run's ranks."""
     optimizer_tensors = {f"optimizer.{name}": tensor for name, tensor in optimizer.state().items()}
     optimizer_tensors["random.cpu"] = torch.get_rng_state()
     if torch.cuda.is_available():
         optimizer_tensors["random.cuda"] = torch.cuda.get_rng_state()
-    for name, tensors in (("model", model.state_dict()), ("optimizer", optimizer_tensors)):
+    return {"model": model.whole_state(), "optimizer": optimizer_tensors}
+
+
+def _fill(folder: Path, state: State, files: dict[str, dict[str, torch.Tensor]]) -> None:
+    for name, tensors in files.items():
         path = folder / f"{name}.safetensors"
         save_file({k: t.detach().contiguous() for k, t in tensors.items()}, path)
         with open(path, "rb+") as file:
@@ -51,17 +56,23 @@ def _fill(folder: Path, state: State, model: torch.nn.Module, optimizer) -> None
     write_whole(folder / "state.json", json.dumps(content, indent=1).encode())
 
 
-def save(run: Path, state: State, model: torch.nn.Module, optimizer) -> Path:
-    """Writes the checkpoint of a step, unless it is there, and deletes older ones. Raises TrainError if that
-    fails; the former one is then untouched."""
+def save(run: Path, state: State, model, optimizer) -> Path:
+    """Writes the checkpoint of a step, unless it is there, and deletes older ones; collective over the run's ranks, of
+    which the first writes. Raises TrainError if that fails; the former one is then untouched."""
     final = run / f"checkpoint-{state.step:08d}"
-    if final.exists():
-        return final
+    files = _tensors(model, optimizer)
+    if model.ranks.first and not final.exists():
+        _write(run, final, state, files)
+    model.ranks.wait_for_all()
+    return final
+
+
+def _write(run: Path, final: Path, state: State, files: dict[str, dict[str, torch.Tensor]]) -> None:
     temporary = run / f"{final.name}.part"
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        _fill(temporary, state, model, optimizer)
+        _fill(temporary, state, files)
         sync_folder(temporary)
         temporary.rename(final)
         sync_folder(run)
@@ -74,7 +85,6 @@ def save(run: Path, state: State, model: torch.nn.Module, optimizer) -> Path:
         if NAME.fullmatch(old.name.removesuffix(".part")) and old != final:
             with contextlib.suppress(OSError):
                 shutil.rmtree(old)
-    return final
 
 
 def latest(run: Path) -> Path | None:
@@ -94,11 +104,11 @@ def read_state(folder: Path) -> State:
         raise TrainError(f"cannot read the checkpoint {folder}: {error}") from error
 
 
-def load_tensors(folder: Path, model: torch.nn.Module, optimizer) -> None:
+def load_tensors(folder: Path, model, optimizer) -> None:
     """Puts a checkpoint's tensors into the model, the optimizer and the random number generators. Raises TrainError if
     a file is damaged or belongs to another model."""
     try:
-        model.load_state_dict(load_file(folder / "model.safetensors"))
+        model.load_whole_state(load_file(folder / "model.safetensors"))
         tensors = load_file(folder / "optimizer.safetensors")
         prefix = "optimizer."
         optimizer.load_state({k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)})

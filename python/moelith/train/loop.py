@@ -23,6 +23,7 @@ from .files import write_whole
 from .log import Log
 from .model import LanguageModel, Preset
 from .optimizer import Optimizer, learning_rate
+from .ranks import Ranks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 EVAL_WINDOWS_BYTES = 64 * 1024  # of the held-out text, in evaluations before the last
@@ -87,7 +88,10 @@ class Stepper:
         self.captures = device.type == "cuda"
         self.graph, self.stream, self.warm_steps = None, torch.cuda.Stream() if self.captures else None, 0
         self.balance_rate = preset.balance_rate
-        self.tokens = torch.zeros(preset.batch, preset.context + 1, dtype=torch.int64, device=device)
+        self.ranks = model.ranks
+        self.bytes_of_all = preset.batch * preset.context
+        windows = len(self.ranks.share(np.empty(preset.batch)))
+        self.tokens = torch.zeros(windows, preset.context + 1, dtype=torch.int64, device=device)
         self.loss_sum = torch.zeros((), device=device)
         self.aux_sum = torch.zeros((), device=device)
         self.load_sum = torch.zeros(preset.layers, preset.num_experts, dtype=torch.int64, device=device)
@@ -95,8 +99,8 @@ class Stepper:
         self.steps = 0
 
     def step(self, batch: np.ndarray, rate: float) -> None:
-        """batch: uint8 [B, context + 1]."""
-        self.tokens.copy_(torch.from_numpy(batch))
+        """batch: uint8 [B, context + 1], the windows of all ranks."""
+        self.tokens.copy_(torch.from_numpy(self.ranks.share(batch)))
         self.optimizer.set_rate(rate)
         if self.captures and self.graph is None and self.warm_steps == self.WARM_UP:
             self._capture()
@@ -129,16 +133,20 @@ class Stepper:
 
     def _iteration(self) -> None:
         logits, aux_loss, load = self.model(self.tokens[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), self.tokens[:, 1:].flatten())
+        # This rank's part of the mean over the whole batch.
+        loss = F.cross_entropy(logits.flatten(0, 1), self.tokens[:, 1:].flatten(), reduction="sum") / self.bytes_of_all
         (loss + aux_loss).backward()
         self.gradient_norm.copy_(self.optimizer.step())
+        load = self.ranks.sum(load)
         self.model.balance(load, self.balance_rate)
         self.loss_sum += loss.detach()
         self.aux_sum += aux_loss.detach()
         self.load_sum += load
 
     def take_sums(self) -> dict:
-        """Means and sums since the last call, as fields of a log row."""
+        """Means and sums over all ranks since the last call, as fields of a log row."""
+        for total in (self.loss_sum, self.aux_sum):
+            self.ranks.sum(total)
         fields = {
             "loss": self.loss_sum.item() / self.steps,
             "gradient_norm": self.gradient_norm.item(),
@@ -153,23 +161,27 @@ class Stepper:
 
 @torch.no_grad()
 def bits_per_byte(model: LanguageModel, windows: np.ndarray, batch: int, device: torch.device) -> float:
-    """Mean over every predicted byte of windows [n, context + 1] of -log2 of its probability."""
+    """Mean over every predicted byte of windows [n, context + 1] of -log2 of its probability. Collective."""
     model.eval()
-    total = 0.0
-    for start in range(0, len(windows), batch):
-        tokens = torch.from_numpy(windows[start:start + batch]).to(device, torch.int64)
+    ranks = model.ranks
+    mine = ranks.share(windows)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    # As many calls on every rank, since the layers' ranks work together; the last may have no windows on some.
+    batch = ranks.largest_share(batch)
+    for start in range(0, ranks.largest_share(len(windows)), batch):
+        tokens = torch.from_numpy(mine[start:start + batch]).to(device, torch.int64)
         logits = model(tokens[:, :-1])[0]
-        total += F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum").item()
+        total += F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
     model.train()
-    return total / (windows.shape[0] * (windows.shape[1] - 1)) / math.log(2)
+    return ranks.sum(total).item() / (windows.shape[0] * (windows.shape[1] - 1)) / math.log(2)
 
 
 class Progress:
     """A live bar on a terminal, otherwise a line for each log row."""
 
-    def __init__(self, step: int, steps: int):
+    def __init__(self, step: int, steps: int, shown: bool = True):
         self.steps = steps
-        self.live = sys.stderr.isatty()
+        self.live = shown and sys.stderr.isatty()
         self.started, self.first = time.monotonic(), step
         width = os.get_terminal_size(sys.stderr.fileno()).columns if self.live else 0
         self.bar = tqdm(total=steps, initial=step, disable=not self.live, dynamic_ncols=width > 0,
@@ -200,8 +212,9 @@ class Progress:
 class Run:
     """A run in its folder: everything between reading the text and the last picture."""
 
-    def __init__(self, folder: Path, config: Config, device: torch.device, resumed_from: Path | None, text: bytes):
-        self.folder, self.config, self.device = folder, config, device
+    def __init__(self, folder: Path, config: Config, device: torch.device, resumed_from: Path | None, text: bytes,
+                 ranks: Ranks):
+        self.folder, self.config, self.device, self.ranks = folder, config, device, ranks
         preset = config.preset
         torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
@@ -211,16 +224,16 @@ class Run:
         self.held_out_sample = data.held_out_windows(held_out, preset.context,
                                                      max(1, EVAL_WINDOWS_BYTES // preset.context))
         self.clock = LayerClock(device)
-        self.model = LanguageModel(preset, self.clock, workers=config.threads)
+        self.model = LanguageModel(preset, self.clock, workers=config.threads, ranks=ranks)
         self.model.store_as(DTYPES[config.dtype]).to(device)
-        self.optimizer = Optimizer(self.model)
+        self.optimizer = Optimizer(self.model, ranks)
         self.step, self.rate, self.started = 0, 0.0, 0.0
         if resumed_from is not None:
             state = checkpoint.read_state(resumed_from)
             checkpoint.load_tensors(resumed_from, self.model, self.optimizer)
             self.step, self.windows.position = state.step, state.position
         self.stepper = Stepper(self.model, self.optimizer, preset, device, self.clock)
-        self.log = Log(folder / "log.jsonl", keep_up_to=self.step)
+        self.log = Log(folder / "log.jsonl", keep_up_to=self.step) if ranks.first else None
 
     def save(self) -> Path:
         state = checkpoint.State(self.step, self.windows.position, self.config.to_json())
@@ -235,9 +248,10 @@ class Run:
     def train(self) -> int | None:
         """Trains up to config.steps; returns the signal that ended it before, or None. Saved either way."""
         preset, steps = self.config.preset, self.config.steps
-        with StopRequest() as stop, contextlib.closing(Progress(self.step, steps)) as progress:
+        with StopRequest() as stop, contextlib.closing(Progress(self.step, steps, self.ranks.first)) as progress:
             self.started = time.perf_counter()
-            while self.step < steps and stop.signal is None:
+            ended_by = self.ranks.any(stop.signal or 0)
+            while self.step < steps and not ended_by:
                 self.step += 1
                 self.rate = learning_rate(self.step, preset.learning_rate, self.warmup(), self.config.horizon)
                 self.stepper.step(self.windows.next_batch(preset.batch), self.rate)
@@ -253,10 +267,11 @@ class Run:
                     paused = time.perf_counter()
                     self.save()
                     self.started += time.perf_counter() - paused
+                ended_by = self.ranks.any(stop.signal or 0)  # all ranks stop at the same step
             if self.stepper.steps > 0:
                 self.write(self.row(), progress)
             self.save()
-            return None if self.step >= steps else stop.signal
+            return None if self.step >= steps else ended_by
 
     def warmup(self) -> int:
         return max(1, self.config.horizon // 20)
@@ -276,22 +291,26 @@ class Run:
         }
 
     def write(self, row: dict, progress: Progress) -> None:
-        self.log.write(row)
-        progress.show(row)
+        if self.ranks.first:
+            self.log.write(row)
+            progress.show(row)
         if not math.isfinite(row["loss"]):
             raise TrainError(f"the loss is {row['loss']} at step {row['step']}; the checkpoint before it is kept")
         self.started = time.perf_counter()
 
     def describe(self) -> str:
         preset = self.config.preset
-        total = sum(p.numel() for p in self.model.parameters())
-        idle = sum(p.numel() * (1 - preset.top_k / preset.num_experts)
-                   for block in self.model.blocks for p in block.moe.parameters() if p.ndim == 3)
+        spread = self.model.spread_parameters()
+        experts = sum(p[0].numel() for p in spread) * preset.num_experts  # of all ranks
+        total = sum(p.numel() for p in self.model.parameters()) - sum(p.numel() for p in spread) + experts
+        idle = experts * (1 - preset.top_k / preset.num_experts)
         shared = " and a shared one" if preset.shared_intermediate_size else ""
         return (f"{self.config.preset_name}: {total / 1e6:.3g} M parameters, {(total - idle) / 1e6:.3g} M at work on a "
                 f"byte; {preset.layers} layers of {preset.num_experts} experts, {preset.top_k} chosen{shared}; "
                 f"{self.config.steps} steps of {preset.batch} x {preset.context} bytes; {self.config.dtype}, "
-                f"{self.device.type}, {self.config.threads} threads")
+                f"{self.device.type}, {self.config.threads} threads"
+                + (f" in each of {self.ranks.world} processes, {self.ranks.ep_size} of which share the experts"
+                   if self.ranks.world > 1 else ""))
 
 
 def set_aside(folder: Path) -> Path | None:
@@ -305,29 +324,38 @@ def set_aside(folder: Path) -> Path | None:
     return aside
 
 
-def start(folder: Path, config: Config, device: torch.device) -> Run:
+def start(folder: Path, config: Config, device: torch.device, ranks: Ranks) -> Run:
     """A new run in the folder, with its own copy of the text, so that resuming needs nothing else."""
-    text = data.default_text() if config.data is None else data.text_from(config.data)
-    _, held_out = data.split(text.data, config.preset.context)
-    config = Config(**{**vars(config), "unigram_entropy": data.unigram_entropy(held_out)})
-    print(f"{text.describe()}; {data.readable(len(held_out))} of it held out")
-    aside = set_aside(folder)
-    if aside:
-        print(f"the former run of this name is now {aside}")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "text.bin", text.data)
-    write_whole(folder / "config.json", json.dumps(config.to_json(), indent=1).encode())
-    return Run(folder, config, device, None, text.data)
+    if ranks.first:
+        text = data.default_text() if config.data is None else data.text_from(config.data)
+        _, held_out = data.split(text.data, config.preset.context)
+        config = Config(**{**vars(config), "unigram_entropy": data.unigram_entropy(held_out)})
+        print(f"{text.describe()}; {data.readable(len(held_out))} of it held out")
+        aside = set_aside(folder)
+        if aside:
+            print(f"the former run of this name is now {aside}")
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / "text.bin", text.data)
+        write_whole(folder / "config.json", json.dumps(config.to_json(), indent=1).encode())
+    ranks.wait_for_all()
+    if not ranks.first:
+        config = Config.from_json(json.loads((folder / "config.json").read_text()))
+    return Run(folder, config, device, None, read_text(folder), ranks)
 
 
-def resume(folder: Path, config: Config, saved: Path, device: torch.device) -> Run:
-    """The run of a checkpoint; config: the checkpoint's, perhaps with more steps."""
+def read_text(folder: Path) -> bytes:
     try:
-        text = (folder / "text.bin").read_bytes()
+        return (folder / "text.bin").read_bytes()
     except OSError as error:
         raise TrainError(f"cannot read the run's text: {error}") from error
-    write_whole(folder / "config.json", json.dumps(config.to_json(), indent=1).encode())
-    return Run(folder, config, device, saved, text)
+
+
+def resume(folder: Path, config: Config, saved: Path, device: torch.device, ranks: Ranks) -> Run:
+    """The run of a checkpoint; config: the checkpoint's, perhaps with more steps."""
+    text = read_text(folder)
+    if ranks.first:
+        write_whole(folder / "config.json", json.dumps(config.to_json(), indent=1).encode())
+    return Run(folder, config, device, saved, text, ranks)
 
 
 def finish(run: Run) -> None:

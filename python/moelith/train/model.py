@@ -10,6 +10,7 @@ from torch import nn
 import moelith
 
 from .clock import LayerClock
+from .ranks import Ranks
 
 BYTES = 256  # the vocabulary
 
@@ -56,7 +57,7 @@ PRESETS = {
 }
 
 
-def make_moe(preset: Preset, workers: int) -> moelith.MoE:
+def make_moe(preset: Preset, workers: int, ranks: Ranks) -> moelith.MoE:
     """DeepSeek-V3's recipe: sigmoid scores, a selection bias that evens out the load, one shared expert, and a small
     sequence loss against imbalance inside a window."""
     shared = preset.shared_intermediate_size
@@ -69,7 +70,10 @@ def make_moe(preset: Preset, workers: int) -> moelith.MoE:
         router=moelith.Router(kind="sigmoid", renormalize=True, selection_bias=True,
                               aux_loss="sequence", aux_loss_coefficient=preset.aux_loss_coefficient / preset.batch),
     )
-    return moelith.MoE(config, main_gradients=True, options=moelith.PlanOptions(workers=workers))
+    spread = {}
+    if ranks.group is not None:
+        spread = {"group": ranks.group, "max_tokens": ranks.largest_share(preset.batch) * preset.context}
+    return moelith.MoE(config, main_gradients=True, options=moelith.PlanOptions(workers=workers, **spread))
 
 
 def rotary_table(context: int, size: int) -> torch.Tensor:
@@ -129,12 +133,12 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """x + attention, then + MoE, each of a normalised input. x: [B, S, H]."""
 
-    def __init__(self, preset: Preset, clock: LayerClock, workers: int):
+    def __init__(self, preset: Preset, clock: LayerClock, workers: int, ranks: Ranks):
         super().__init__()
         self.attention_norm = nn.RMSNorm(preset.hidden_size, eps=1e-6)
         self.attention = Attention(preset)
         self.moe_norm = nn.RMSNorm(preset.hidden_size, eps=1e-6)
-        self.moe = make_moe(preset, workers)
+        self.moe = make_moe(preset, workers, ranks)
         self.clock = clock
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -147,10 +151,11 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """Bytes [B, S] -> logits of the byte that follows each, float32 [B, S, 256]."""
 
-    def __init__(self, preset: Preset, clock: LayerClock, workers: int):
+    def __init__(self, preset: Preset, clock: LayerClock, workers: int, ranks: Ranks):
         super().__init__()
+        self.ranks = ranks
         self.embedding = nn.Embedding(BYTES, preset.hidden_size)
-        self.blocks = nn.ModuleList(Block(preset, clock, workers) for _ in range(preset.layers))
+        self.blocks = nn.ModuleList(Block(preset, clock, workers, ranks) for _ in range(preset.layers))
         self.norm = nn.RMSNorm(preset.hidden_size, eps=1e-6)
         self.head = nn.Linear(preset.hidden_size, BYTES, bias=False)
         table = rotary_table(preset.context, preset.hidden_size // preset.heads)
@@ -168,7 +173,12 @@ class LanguageModel(nn.Module):
                 scale /= math.sqrt(2 * preset.layers)
             elif "head" in name:
                 scale *= 0.1  # the first predictions are close to uniform
-            parameter.normal_(0.0, 1.0 if "embedding" in name else scale)
+            # All experts, whichever of them are here: a model's weights do not depend on the number of ranks.
+            spread = parameter.ndim == 3 and self.ranks.ep_size > 1
+            whole = parameter.new_empty(preset.num_experts, *parameter.shape[1:]) if spread else parameter
+            whole.normal_(0.0, 1.0 if "embedding" in name else scale)
+            if spread:
+                parameter.copy_(self.ranks.part(whole, self.local_experts))
 
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Also returns the sum of the MoE layers' auxiliary losses, and the routes to each expert [layers, E]."""
@@ -191,6 +201,27 @@ class LanguageModel(nn.Module):
         counts: [layers, E]."""
         for block, count in zip(self.blocks, counts):
             block.moe.update_selection_bias(count, rate)
+
+    @property
+    def local_experts(self) -> list[int]:
+        """Global ids of the routed experts of this rank, in every layer."""
+        return self.blocks[0].moe.local_experts
+
+    def spread_parameters(self) -> list[nn.Parameter]:
+        """The routed experts', [local experts, ..]."""
+        return [p for block in self.blocks for p in (block.moe.gate_up_proj, block.moe.down_proj)]
+
+    def whole_state(self) -> dict[str, torch.Tensor]:
+        """The state dict of the model on one rank. Collective."""
+        spread = {id(p) for p in self.spread_parameters()}
+        names = {name for name, p in self.named_parameters() if id(p) in spread}
+        return {name: self.ranks.whole(t) if name in names else t for name, t in self.state_dict().items()}
+
+    def load_whole_state(self, state: dict[str, torch.Tensor]) -> None:
+        """The inverse of whole_state."""
+        spread = {id(p) for p in self.spread_parameters()}
+        names = {name for name, p in self.named_parameters() if id(p) in spread}
+        self.load_state_dict({name: self.ranks.part(t, self.local_experts) if name in names else t for name, t in state.items()})
 
     def expert_parameters(self) -> list[nn.Parameter]:
         """Of routed and shared experts: those whose gradients a moelith.MoE can add to a float32 main gradient."""

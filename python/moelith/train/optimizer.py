@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from .model import LanguageModel
+from .ranks import Ranks
 
 BETAS = (0.9, 0.95)
 EPS = 1e-8
@@ -28,14 +29,18 @@ class Optimizer:
     is updated; the model gets it back rounded. The gradients of narrow expert weights are float32 too (main gradients).
     Matrices decay; vectors (norms, biases) do not."""
 
-    def __init__(self, model: LanguageModel):
+    def __init__(self, model: LanguageModel, ranks: Ranks):
+        self.ranks = ranks
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
+        self.local_experts = model.local_experts
         self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
         for parameter in model.expert_parameters():
             if parameter.dtype != torch.float32:
                 parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+        spread = {id(parameter) for parameter in model.spread_parameters()}
+        self.spread = [id(parameter) in spread for parameter in self.parameters]
         matrices = [m for p, m in zip(self.parameters, self.masters) if p.ndim >= 2]
         vectors = [m for p, m in zip(self.parameters, self.masters) if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
@@ -53,12 +58,17 @@ class Optimizer:
                 group["lr"] = rate
 
     def step(self) -> torch.Tensor:
-        """One update from the parameters' gradients, which are gone afterwards. Returns their norm before clipping."""
+        """One update from the parameters' gradients, which are summed over the ranks and gone afterwards. Returns their norm
+        before clipping."""
         for parameter, master in zip(self.parameters, self.masters):
             if master is not parameter:
                 main = getattr(parameter, "main_grad", None)
                 master.grad = main if main is not None else parameter.grad.float()
-        norm = nn.utils.clip_grad_norm_(self.masters, CLIP_NORM)
+        dense = [m.grad for m, spread in zip(self.masters, self.spread) if not spread]
+        experts = [m.grad for m, spread in zip(self.masters, self.spread) if spread]
+        self.ranks.sum_gradients(dense, experts)
+        norm = self.ranks.norm(nn.utils.get_total_norm(dense), nn.utils.get_total_norm(experts))
+        nn.utils.clip_grads_with_norm_(self.masters, CLIP_NORM, norm)
         self.adamw.step()
         for parameter, master in zip(self.parameters, self.masters):
             if master is not parameter:
@@ -73,24 +83,27 @@ class Optimizer:
             parameter.grad = master.grad = None
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Every tensor of the optimizer under "<parameter>.<what>"."""
+        """Every tensor of the optimizer under "<parameter>.<what>", with all experts. Collective."""
         tensors = {}
-        for name, parameter, master in zip(self.names, self.parameters, self.masters):
-            for what, value in self.adamw.state.get(master, {}).items():
-                tensors[f"{name}.{what}"] = value
+        for name, parameter, master, spread in zip(self.names, self.parameters, self.masters, self.spread):
+            values = dict(self.adamw.state.get(master, {}))
             if master is not parameter:
-                tensors[f"{name}.master"] = master
+                values["master"] = master.detach()
+            for what, value in values.items():
+                tensors[f"{name}.{what}"] = self.ranks.whole(value) if spread and value.ndim else value
         return tensors
 
     def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
         """The inverse of state(). Raises KeyError or ValueError where names or shapes do not belong to this model."""
         known = dict(tensors)
-        for name, parameter, master in zip(self.names, self.parameters, self.masters):
+        for name, parameter, master, spread in zip(self.names, self.parameters, self.masters, self.spread):
             state = {}
             for what in ("step", "exp_avg", "exp_avg_sq", "master"):
                 value = known.pop(f"{name}.{what}", None)
                 if value is None:
                     continue
+                if spread and value.ndim:
+                    value = self.ranks.part(value, self.local_experts)
                 if what != "step" and value.shape != parameter.shape:
                     raise ValueError(f"{name}.{what} has shape {list(value.shape)}, the model {list(parameter.shape)}")
                 if what == "master":

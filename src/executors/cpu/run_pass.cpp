@@ -31,6 +31,8 @@ void relax() {
 #endif
 }
 
+constexpr int tries_between_looks = 1000;  // of a wait, which takes a few microseconds between two tries
+
 class Run {
  public:
   Run(const Pass& pass, const PassCounters& counters, transport::Transport& transport, std::uint64_t epoch,
@@ -70,6 +72,7 @@ class Run {
   void shuffled(int worker) {
     guarded([&] {
       auto idle_since = std::chrono::steady_clock::now();
+      int tries = 0;
       while (!stopped()) {
         Tile tile;
         {
@@ -82,7 +85,10 @@ class Run {
           finish(tile, worker);
           idle_since = std::chrono::steady_clock::now();
         } else {
-          if (pass_.sizes.ranks > 1) end_if_overdue(idle_since);
+          if (pass_.sizes.ranks > 1) {
+            if (tries++ % tries_between_looks == 0) transport_.look_after_ranks();
+            end_if_overdue(idle_since);
+          }
           std::this_thread::yield();
         }
       }
@@ -106,6 +112,7 @@ class Run {
       auto* mine = transport_.arrivals(pass_.sizes.rank);
       for (std::int64_t i = 0; i < map_.arrivals_size; ++i) std::atomic_ref(mine[i]).store(0, std::memory_order_relaxed);
     }
+    transport_.end_pass();
   }
 
  private:
@@ -136,7 +143,7 @@ class Run {
     std::uint64_t* base = array(wait.array, pass_.sizes.rank);
     const std::uint64_t target = wait.array == CounterArray::flags ? epoch_ : static_cast<std::uint64_t>(wait.target);
     for (std::int64_t i = wait.begin; i < wait.begin + wait.count; ++i) {
-      if (std::atomic_ref(base[i]).load(std::memory_order_acquire) < target) return false;
+      if (!transport::reached(std::atomic_ref(base[i]).load(std::memory_order_acquire), target)) return false;
     }
     return true;
   }
@@ -152,9 +159,10 @@ class Run {
     // One rank waits for its own workers alone, each of which finishes its tile or ends the pass by an exception: no
     // limit there, or a process that was stopped for a while (Ctrl-Z, a debugger) would fail when it goes on.
     const bool limited = pass_.sizes.ranks > 1;
-    while (!satisfied(wait)) {
+    for (int tries = 0; !satisfied(wait); ++tries) {
       if (stop_.load(std::memory_order_acquire)) return false;
       if (transport_.failed()) transport_.require_usable();
+      if (limited && tries % tries_between_looks == 0) transport_.look_after_ranks();
       if (limited && std::chrono::steady_clock::now() > deadline) time_out(wait, tile, limit);
       std::this_thread::yield();
     }
@@ -191,10 +199,12 @@ class Run {
     const std::string what = wait.array == CounterArray::local      ? "work of this rank"
                              : wait.array == CounterArray::arrivals ? "rows of other ranks"
                                                                     : "rank " + std::to_string(wait.from);
+    const std::string laggards = transport_.laggards();
     throw Error(Status::timed_out, "rank " + std::to_string(pass_.sizes.rank) + ", stage " + to_string(tile.stage) +
                                        ", expert " + std::to_string(tile.expert) + ", block " +
                                        std::to_string(tile.row_block) + ": waited " +
-                                       std::to_string(limit.count()) + " ms for " + what);
+                                       std::to_string(limit.count()) + " ms for " + what +
+                                       (laggards.empty() ? "" : " (" + laggards + ")"));
   }
 
   void finish(const Tile& tile, int worker) {

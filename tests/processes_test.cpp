@@ -1,0 +1,259 @@
+// Ranks as processes: the same bits as one rank has, and what happens when one of them dies or does not come.
+#include <gtest/gtest.h>
+
+#include <csignal>
+#include <filesystem>
+#include <random>
+#include <thread>
+
+#include "tests/layer_fixture.hpp"
+
+// Not under ThreadSanitizer, which neither follows a fork nor sees memory of several processes.
+#if !defined(__SANITIZE_THREAD__)
+
+namespace moelith::test {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::steady_clock;
+
+TEST(Processes, SameBitsForAnyNumberOfRanks) {
+  Random random(29);
+  for (int n = 0; n < 4; ++n) {
+    LayerConfig config = random_config(random, n % 2 ? DataType::bfloat16 : DataType::float32);
+    config.router.aux_loss = AuxLossKind::none;
+    config.router.z_loss_coefficient = 0;
+    config.router.capacity_factor = 0;
+    const Problem p = random_problem(config, 150, random());
+    RunOptions options;
+    options.processes = true;
+    const std::vector<std::string> own = of_each_rank(p);
+    const Results one = run(p, {});
+    for (const auto& tokens : std::vector<std::vector<std::int64_t>>{{150, 0}, {33, 100, 17}, {0, 64, 1, 85}, {20, 1, 0, 64, 13, 2, 0, 50}}) {
+      options.tokens_of_rank = tokens;
+      options.expert_rank.clear();
+      if (n >= 2) {  // any placement, with ranks that hold no expert
+        for (std::int32_t e = 0; e < config.num_experts; ++e) {
+          options.expert_rank.push_back(static_cast<std::int32_t>(random() % tokens.size()));
+        }
+      }
+      expect_identical(one, run(p, options), std::to_string(tokens.size()) + " processes", own);
+    }
+  }
+}
+
+TEST(Processes, NumbersOfPassesMayStartAnew) {
+  Random random(31);
+  const Problem p = random_problem(random_config(random, DataType::float32), 60, random());
+  RunOptions options;
+  options.tokens_of_rank = {40, 20};
+  options.backwards = 4;
+  const Results usual = run(p, options);
+  for (bool processes : {false, true}) {
+    options.processes = processes;
+    options.passes_before = ~std::uint64_t(0) - 2;
+    expect_identical(usual, run(p, options), processes ? "processes" : "threads");
+  }
+}
+
+// A small layer of a rank, to be run again and again.
+class Rank {
+ public:
+  Rank(const Group& group, std::int64_t tokens) : plan_(plan_of(group, tokens)) {
+    const LayerConfig c = config();
+    const auto l = static_cast<std::int64_t>(plan_.local_experts().size());
+    Random random(7);
+    auto filled = [&](std::initializer_list<std::int64_t> shape) {
+      Tensor& t = tensors_.emplace_back(c.dtype, shape);
+      t.set(normal(random, static_cast<std::size_t>(t.view.numel()), 0.5, c.dtype).data());
+      return t.view;
+    };
+    in_.x = up_.y = filled({tokens, c.hidden_size});
+    in_.router_logits = filled({tokens, c.num_experts});
+    in_.weights.gate_up_proj = filled({l, 2 * c.intermediate_size, c.hidden_size});
+    in_.weights.down_proj = filled({l, c.hidden_size, c.intermediate_size});
+    out_.y = gradients_.x = filled({tokens, c.hidden_size});
+    gradients_.weights.down_proj.tensor = filled({l, c.hidden_size, c.intermediate_size});
+    const auto sizes = plan_.buffer_sizes(tokens);
+    saved_ = Buffer(sizes.saved);
+    workspace_ = Buffer(sizes.workspace);
+  }
+  void iterate() {
+    plan_.forward(in_, out_, saved_.data(), workspace_.data());
+    plan_.backward(in_, saved_.data(), up_, gradients_, workspace_.data());
+  }
+
+  static LayerConfig config() {
+    LayerConfig c;
+    c.dtype = DataType::float32;
+    c.hidden_size = 64;
+    c.intermediate_size = 64;
+    c.num_experts = 8;
+    c.top_k = 2;
+    return c;
+  }
+
+ private:
+  static Plan plan_of(const Group& group, std::int64_t tokens) {
+    PlanOptions options;
+    options.max_tokens = tokens;
+    options.workers = 1;
+    options.group = group;
+    return Plan::create(config(), options);
+  }
+  Plan plan_;
+  std::deque<Tensor> tensors_;
+  Inputs in_;
+  Outputs out_;
+  OutputGradients up_;
+  InputGradients gradients_;
+  Buffer saved_, workspace_;
+};
+
+// The error that a call ends with, after how many milliseconds; an empty text: none.
+struct Outcome {
+  Status status = Status::ok;
+  std::string text;
+  double took = 0;
+};
+template <class F>
+Outcome outcome_of(F call) {
+  Outcome outcome;
+  const auto begin = steady_clock::now();
+  try {
+    call();
+  } catch (const Error& error) {
+    outcome.status = error.status();
+    outcome.text = error.what();
+  }
+  outcome.took = std::chrono::duration<double, std::milli>(steady_clock::now() - begin).count();
+  return outcome;
+}
+
+std::vector<std::string> left_in_shared_memory() {
+  std::vector<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator("/dev/shm")) {
+    if (entry.path().filename().string().rfind("moelith-test-" + std::to_string(getpid()), 0) == 0) names.push_back(entry.path());
+  }
+  return names;
+}
+
+TEST(Processes, AKilledRankEndsTheOthersWhoGoOnInANewGroup) {
+  constexpr int ranks = 3, rounds = 50;
+  std::mt19937 random(11);
+  for (int n = 0; n < rounds; ++n) {
+    const int victim = static_cast<int>(random() % ranks);
+    const auto after = std::chrono::microseconds(random() % 20000);
+    const std::string name = fresh_group_name();
+    const auto ended = fork_ranks(
+        ranks,
+        [&](int r) -> std::string {
+          const Outcome outcome = outcome_of([&] {
+            Rank rank(Group::process(name, r, ranks, milliseconds(10000)), 48 + r);
+            while (true) rank.iterate();
+          });
+          // Set-up has not come far enough to tell a death from a late start: then the limit ends it.
+          if (outcome.status != Status::group_failed && outcome.status != Status::timed_out) return "status: " + outcome.text;
+          if (outcome.text.find("rank " + std::to_string(victim)) == std::string::npos) return "unnamed: " + outcome.text;
+          const int place = r > victim ? r - 1 : r;
+          Rank again(Group::process(name + "-again", place, ranks - 1, milliseconds(10000)), 48 + r);
+          for (int i = 0; i < 3; ++i) again.iterate();
+          return "good";
+        },
+        [&](const std::vector<pid_t>& children) {
+          // Once all have met, which takes their names out of sight.
+          std::this_thread::sleep_for(milliseconds(20) + after);
+          kill(children[victim], SIGKILL);
+        });
+    for (int r = 0; r < ranks; ++r) {
+      if (r == victim) {
+        EXPECT_EQ(ended[r].signal, SIGKILL);
+      } else {
+        EXPECT_EQ(ended[r].text, "good") << "round " << n << ", rank " << r << " of victim " << victim << ", signal " << ended[r].signal;
+      }
+    }
+    if (HasFailure()) break;
+  }
+  EXPECT_TRUE(left_in_shared_memory().empty());
+}
+
+TEST(Processes, ARankThatNeverComesIsNamed) {
+  const std::string name = fresh_group_name();
+  const auto ended = fork_ranks(3, [&](int r) -> std::string {
+    if (r == 1) return "";
+    const Outcome outcome = outcome_of([&] { Group::process(name, r, 3, milliseconds(300)); });
+    EXPECT_LT(outcome.took, 5000);
+    return outcome.text;
+  });
+  for (int r : {0, 2}) {
+    EXPECT_TRUE(ended[r].returned);
+    EXPECT_NE(ended[r].text.find("waited 300 ms for rank 1"), std::string::npos) << ended[r].text;
+  }
+  EXPECT_TRUE(left_in_shared_memory().empty());
+}
+
+TEST(Processes, ARankThatIsAliveButDoesNotCallIsNamed) {
+  const std::string name = fresh_group_name();
+  const auto ended = fork_ranks(3, [&](int r) -> std::string {
+    Group group = Group::process(name, r, 3, milliseconds(10000));
+    Rank rank(group, 30);
+    rank.iterate();
+    group.set_timeout(milliseconds(300));
+    if (r != 2) return outcome_of([&] { rank.iterate(); }).text;
+    std::this_thread::sleep_for(milliseconds(1500));
+    return outcome_of([&] { rank.iterate(); }).text;  // it comes too late
+  });
+  for (int r = 0; r < 3; ++r) {
+    EXPECT_TRUE(ended[r].returned) << ended[r].text;
+    EXPECT_NE(ended[r].text.find("300 ms for rank 2"), std::string::npos) << ended[r].text;
+    EXPECT_NE(ended[r].text.find("stage "), std::string::npos) << ended[r].text;
+  }
+}
+
+TEST(Processes, ARankThatEndsInGoodOrderDoesNotDisturbTheOthers) {
+  for (int n = 0; n < 10; ++n) {
+    const std::string name = fresh_group_name();
+    const auto ended = fork_ranks(4, [&](int r) -> std::string {
+      Rank rank(Group::process(name, r, 4, milliseconds(10000)), 20 + 40 * r);
+      for (int i = 0; i < 5; ++i) rank.iterate();
+      return "good";
+    });
+    for (const Ended& one : ended) EXPECT_EQ(one.text, "good");
+  }
+  EXPECT_TRUE(left_in_shared_memory().empty());
+}
+
+TEST(Processes, WrongArgumentsAreNamed) {
+  auto refused = [](const std::string& name, int rank, int ranks) {
+    const Outcome outcome = outcome_of([&] { Group::process(name, rank, ranks, milliseconds(100)); });
+    EXPECT_EQ(outcome.status, Status::invalid_argument) << outcome.text;
+    return outcome.text;
+  };
+  EXPECT_NE(refused("", 0, 2).find("name: got \"\""), std::string::npos);
+  EXPECT_NE(refused("a/b", 0, 2).find("name: got \"a/b\""), std::string::npos);
+  EXPECT_NE(refused("fine", 2, 2).find("rank: got 2"), std::string::npos);
+  EXPECT_NE(refused("fine", -1, 2).find("rank: got -1"), std::string::npos);
+  EXPECT_NE(refused("fine", 0, 0).find("ranks: got 0"), std::string::npos);
+  EXPECT_NE(refused("fine", 0, 65).find("ranks: got 65"), std::string::npos);
+  EXPECT_EQ(Group::process("alone", 0, 1).size(), 1);
+
+  const std::string name = fresh_group_name();
+  const auto ended = fork_ranks(2, [&](int r) -> std::string {
+    return outcome_of([&] { Group::process(name, r, r == 0 ? 2 : 3, milliseconds(500)); }).text;
+  });
+  EXPECT_NE(ended[1].text.find("ranks: got 3, accepted is the number that rank 0 gave, 2"), std::string::npos) << ended[1].text;
+  EXPECT_NE(ended[0].text.find("rank 1"), std::string::npos) << ended[0].text;
+  const std::string twice = fresh_group_name();
+  const auto both = fork_ranks(3, [&](int r) -> std::string {
+    return outcome_of([&] { Group::process(twice, r == 0 ? 0 : 1, 3, milliseconds(500)); }).text;
+  });
+  const bool found = both[1].text.find("rank: got 1, which another process") != std::string::npos ||
+                     both[2].text.find("rank: got 1, which another process") != std::string::npos;
+  EXPECT_TRUE(found) << both[1].text << "\n" << both[2].text;
+  EXPECT_TRUE(left_in_shared_memory().empty());
+}
+
+}  // namespace
+}  // namespace moelith::test
+
+#endif
