@@ -123,7 +123,7 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         B, S, H = x.shape
-        q, k, v = self.qkv_proj(self.mixing(x)).view(B, S, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # each [B, heads, S, size]
+        q, k, v = self.qkv_proj(self.mixing(x)).view(B, S, 3, self.heads, H // self.heads).permute(2, 0, 3, 1, 4)  # each [B, heads, S, size]
         q = rotate(self.q_norm(q), table)
         k = rotate(self.k_norm(k), table)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
