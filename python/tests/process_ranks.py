@@ -1,6 +1,6 @@
 """What test_processes.py runs under torchrun: a layer over EP x replicas processes beside one process with all tokens.
 
-    torchrun ... process_ranks.py EP [apart]
+    torchrun ... process_ranks.py EP
 
 Prints "good" at its end on every rank, after having compared all bits or, where replicas' gradients are summed, values.
 """
@@ -13,7 +13,6 @@ import torch.distributed as dist
 from layer_cases import DEEPSEEK, leaves, tensors_of
 from test_groups import PER_EXPERT, PER_TOKEN, one_rank, share_of_rank, upstream
 
-import moelith
 from moelith import Group, MoE, PlanOptions
 from moelith import functional as MF
 
@@ -24,9 +23,7 @@ def main():
     ep = int(sys.argv[1])
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    if sys.argv[2:] == ["apart"]:
-        refused_apart(rank)
-        return
+    ranks_apart_are_refused(rank)
     groups = [(dist.new_group(list(range(first, first + ep))), range(first, first + ep)) for first in range(0, world, ep)]
     across = [dist.new_group(list(range(first, world, ep))) for first in range(ep)]
     mine, members = groups[rank // ep]
@@ -70,21 +67,22 @@ def main():
     print("good", flush=True)
 
 
-def refused_apart(rank):
+def ranks_apart_are_refused(rank):
     """As if the second rank saw another host's shared memory."""
+    stat = os.stat
+
+    def elsewhere(path, *more, **options):
+        result = stat(path, *more, **options)
+        return os.stat_result(result[:2] + (result.st_dev + 1,) + result[3:]) if path == "/dev/shm" else result
+
     if rank == 1:
-        stat = os.stat
-
-        def elsewhere(path, *more, **options):
-            result = stat(path, *more, **options)
-            return os.stat_result(result[:2] + (result.st_dev + 1,) + result[3:]) if path == "/dev/shm" else result
-
-        moelith.runtime.os.stat = elsewhere
+        os.stat = elsewhere
     try:
         Group.from_process_group()
+        raise AssertionError("ranks of two hosts were taken for one group")
     except RuntimeError as error:
         assert "its ranks do not share memory" in str(error) and "rank 1 on" in str(error), error
-        print("good", flush=True)
+    os.stat = stat
 
 
 if __name__ == "__main__":

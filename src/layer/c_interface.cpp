@@ -467,6 +467,15 @@ moelith_status_t moelith_group_create_threads(int32_t ranks, moelith_group_t* gr
   });
 }
 
+moelith_status_t moelith_group_create_process(const char* name, int32_t rank, int32_t ranks, int64_t milliseconds,
+                                              moelith_group_t* group) {
+  return guarded([&] {
+    deref(name, "name");
+    deref(group, "group");
+    *group = new moelith_group{Group::process(name, rank, ranks, std::chrono::milliseconds(milliseconds))};
+  });
+}
+
 moelith_status_t moelith_group_rank(moelith_group_t group, int32_t* rank, int32_t* size) {
   return guarded([&] {
     const Group& of = deref(group, "group").group;

@@ -833,6 +833,16 @@ void run_null_case(Random& r) {
   check_call("plan_config (null)", Expect::refusal, [&] { return moelith_plan_config(nullptr, &config); });
   check_call("group_create_single (null)", Expect::refusal, [&] { return moelith_group_create_single(nullptr); });
   check_call("group_create_threads (null)", Expect::refusal, [&] { return moelith_group_create_threads(2, nullptr); });
+  moelith_group_t process = nullptr;
+  check_call("group_create_process", Expect::refusal, [&] {
+    switch (r.below(5)) {
+      case 0: return moelith_group_create_process(nullptr, 0, 2, 1, &process);
+      case 1: return moelith_group_create_process("fuzz", 0, 2, 1, nullptr);
+      case 2: return moelith_group_create_process(r.pick({"", "a/b", "\xff"}), 0, 2, 1, &process);
+      case 3: return moelith_group_create_process("fuzz", r.pick({-1, 2, 1 << 30}), 2, 1, &process);
+      default: return moelith_group_create_process("fuzz", 0, r.pick({-1, 0, 65}), 1, &process);
+    }
+  });
   check_call("group_create_threads (count)", Expect::refusal, [&] {
     return moelith_group_create_threads(r.pick({0, -1, 1 << 20}), groups);
   });

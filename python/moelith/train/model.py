@@ -154,12 +154,15 @@ class LanguageModel(nn.Module):
     def __init__(self, preset: Preset, clock: LayerClock, workers: int, ranks: Ranks):
         super().__init__()
         self.ranks = ranks
+        random = torch.get_rng_state()
         self.embedding = nn.Embedding(BYTES, preset.hidden_size)
         self.blocks = nn.ModuleList(Block(preset, clock, workers, ranks) for _ in range(preset.layers))
         self.norm = nn.RMSNorm(preset.hidden_size, eps=1e-6)
         self.head = nn.Linear(preset.hidden_size, BYTES, bias=False)
         table = rotary_table(preset.context, preset.hidden_size // preset.heads)
         self.register_buffer("rotary_table", table, persistent=False)
+        # What modules drew for themselves depends on how many experts are here; the model's weights shall not.
+        torch.set_rng_state(random)
         self._initialize(preset)
 
     @torch.no_grad()
