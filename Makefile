@@ -22,9 +22,9 @@ help: ## this list
 test: bootstrap ## every test that this machine can run
 	@scripts/run-tests
 
-train: bootstrap ## train the language model; DATA STEPS RESUME PRESET NAME DEVICE ... by make variable or environment
+train: bootstrap ## train the language model; DATA STEPS RESUME PRESET NAME DEVICE RANKS EP ... by make variable or environment
 	@scripts/build release moelith_python
-	PYTHONPATH=$(BUILD)/release/python exec "$$(scripts/bootstrap print-venv)/bin/python" -m moelith.train
+	PYTHONPATH=$(BUILD)/release/python exec "$$(scripts/bootstrap print-venv)/bin/python" $(if $(RANKS),-m torch.distributed.run --standalone --nproc-per-node=$(RANKS)) -m moelith.train
 
 # test-PART: one part of the tests: cpp, python, package, asan, fuzz, tsan, cuda
 test-cpp test-python test-asan test-tsan test-fuzz test-package test-cuda: test-%: bootstrap
