@@ -40,7 +40,7 @@ void print_table(std::ostream& out, const std::vector<ModelPreset>& models) {
     const LayerConfig& c = m.config;
     std::string shared;
     for (const SharedExpertConfig& s : c.shared_experts)
-      shared += (shared.empty() ? "" : "+") + std::to_string(s.intermediate_size);
+      shared += fmt::format("{}{}", shared.empty() ? "" : "+", s.intermediate_size);
     fmt::print(out, "{:<16} {:>6} {:>6} {:>5} {:>3} {:>7} {:>9} {:>8.2f}  {:<16} {}\n", m.name, c.hidden_size,
                c.intermediate_size, c.num_experts, c.top_k, shared.empty() ? "-" : shared,
                fmt::format("{}/{}", m.num_moe_layers, m.num_layers), weight_bytes(c, 2) * 1e-9,
