@@ -7,9 +7,11 @@ LayerConfig: it is that of the tensors.
 
 import dataclasses
 import functools
+import hashlib
 import json
 import numbers
 from dataclasses import dataclass
+from pathlib import Path
 
 
 _WEIGHT_KINDS = ("gate_up_proj", "gate_up_bias", "down_proj", "down_bias")
@@ -27,6 +29,13 @@ def _plain(value):
     if isinstance(value, numbers.Real):
         return float(value)
     raise TypeError(f"{value!r}, a {type(value).__name__}; accepted: bool, int, float, str")
+
+
+@functools.cache
+def _library() -> str:
+    from moelith import _moelith
+
+    return hashlib.sha256(Path(_moelith.__file__).read_bytes()).hexdigest()[:16]
 
 
 def _check_field(name, value, accepted):
@@ -162,12 +171,14 @@ class PlanOptions:
             raise TypeError(f"group: {self.group!r}, a {type(self.group).__name__}; accepted: Group, None")
         object.__setattr__(self, "expert_rank", tuple(self.expert_rank))
         plain = dataclasses.replace(self, group=None) if self.group is not None else self
-        object.__setattr__(self, "_key", _canonical_json(plain, leave_out=("group",)))
+        fields = {"library": _library(), **json.loads(_canonical_json(plain, leave_out=("group",)))}
+        object.__setattr__(self, "_key", json.dumps(fields, sort_keys=True, separators=(",", ":")))
         object.__setattr__(self, "_group_handle", self.group.handle if self.group is not None else "0")
 
     @property
     def key(self) -> str:
-        """These options, except the group, as JSON text."""
+        """These options, except the group, as JSON text; with what tells builds of the library apart, since code that
+        torch.compile keeps on disk has sizes of buffers in it."""
         return self._key
 
     @property

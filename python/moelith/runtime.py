@@ -166,6 +166,7 @@ class Group:
     def _make_plan(self, key, plans, capacity):
         config_key, options_key, dtype, device_type = key
         fields = json.loads(options_key)
+        del fields["library"]
         given = fields.pop("max_tokens")
         if given is None and self.size > 1:
             raise ValueError(
