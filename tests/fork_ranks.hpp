@@ -1,6 +1,7 @@
 // Runs the ranks of a group as child processes of a test.
 #pragma once
 
+#include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -9,6 +10,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -27,8 +29,8 @@ inline std::string fresh_group_name() {
   return "test-" + std::to_string(getpid()) + "-" + std::to_string(number++);
 }
 
-// Calls body(rank), which returns bytes for the parent, in a child process each. `meanwhile` is called with the children's
-// process ids before they are waited for.
+// Calls body(rank), which returns bytes for the parent, in a child process each. `meanwhile` is called with the
+// children's process ids before they are waited for.
 inline std::vector<Ended> fork_ranks(int ranks, const std::function<std::string(int rank)>& body,
                                      const std::function<void(const std::vector<pid_t>&)>& meanwhile = {}) {
   std::vector<std::unique_ptr<std::FILE, int (*)(std::FILE*)>> files;
@@ -37,6 +39,10 @@ inline std::vector<Ended> fork_ranks(int ranks, const std::function<std::string(
   std::fflush(nullptr);
   for (int r = 0; r < ranks; ++r) {
     const pid_t child = fork();
+    if (child < 0) {  // kill and waitpid take -1 for everybody
+      for (pid_t started : children) kill(started, SIGKILL);
+      throw std::runtime_error("fork failed");
+    }
     if (child == 0) {
       int code = 0;
       std::string text;

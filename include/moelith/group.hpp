@@ -9,10 +9,12 @@
 
 namespace moelith {
 
-namespace transport { class Transport; }
+namespace transport {
+class Transport;
+}
 
 // One rank's membership of an EP group. Cheap to copy. All plans of a group share its symmetric memory and signals, so
-// passes of one group run one after another, in the same order on every rank.
+// passes of one group run one after another, in the same order on every rank; nor is a plan made while one runs.
 class Group {
  public:
   // A group of one rank: no communication. What a default-constructed plan uses.
@@ -20,10 +22,10 @@ class Group {
   // `ranks` ranks of one process that run on different threads, each thread calling with its own Group.
   static std::vector<Group> threads(int ranks);
   // This process's rank among `ranks` processes of one host, which share memory (POSIX shared memory, in /dev/shm).
-  // Collective: every process calls it with the same name, of letters, digits, '-' and '_', that no other group has at that
-  // time, and its own rank. CPU layers only.
-  // limit: as for set_timeout, and for set-up itself. A rank whose process ends in the midst of a pass makes the others
-  // fail at once with Error(group_failed); a new group may be made after that.
+  // Collective: every process calls it with its own rank and the same name, of letters, digits, '-' and '_', which no
+  // other group has that is being set up; once the call has returned the name is free. CPU layers only. limit: as for
+  // set_timeout, and for set-up itself. A rank whose process ends in the midst of a pass makes the others fail at once
+  // with Error(group_failed); a new group may be made after that.
   static Group process(const std::string& name, int rank, int ranks,
                        std::chrono::milliseconds limit = std::chrono::seconds(60));
 
@@ -35,8 +37,8 @@ class Group {
   void set_timeout(std::chrono::milliseconds limit);
 
   // Tells all ranks that this one will not come: their waits for it end at once with Error(group_failed), as does every
-  // later call of theirs; the text names this rank and the reason. A collective call that throws does so by itself; this
-  // is for what goes wrong between calls. Of a group of one rank it does nothing. The first reason stays.
+  // later call of theirs; the text names this rank and the reason. A collective call that throws does so by itself;
+  // this is for what goes wrong between calls. Of a group of one rank it does nothing. The first reason stays.
   void fail(const std::string& reason) const;
 
   const std::shared_ptr<transport::Transport>& transport() const { return transport_; }

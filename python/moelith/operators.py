@@ -130,29 +130,33 @@ def moe(
     main_gradients: float32 tensors that backward adds the gradients of some weights to; bit i of main_gradient_mask
     says that weight i has one.
     """
-    tensors = _prepared(
-        (x, router_logits, topk_ids, topk_weights, selection_bias, shared_gate_logits, num_valid_tokens)
-    )
-    x = tensors["x"]
     owner = Group.of(group)
-    with owner.lock:
-        plan = owner.plan(config, options, x.dtype, x.device.type, x.shape[0])
-        sizes = plan.buffer_sizes(x.shape[0])
-        inputs = _native_inputs(tensors, weights, config, num_sequences)
-        results = _empty_outputs(x, config)
-        outputs = _moelith.Outputs()
-        for name, result in zip(_RESULTS, results):
-            setattr(outputs, name, view(result, name))
-        saved = aligned_empty(sizes.saved, x.device) if save else x.new_empty((0,), dtype=torch.uint8)
-        workspace = owner.workspace(sizes.workspace, x.device)
-        plan.forward(
-            inputs,
-            outputs,
-            saved.data_ptr() if save else 0,
-            workspace.data_ptr(),
-            _stream(x.device),
-            watch_signals=owner.waits_on_main_thread(),
+    try:
+        tensors = _prepared(
+            (x, router_logits, topk_ids, topk_weights, selection_bias, shared_gate_logits, num_valid_tokens)
         )
+        x = tensors["x"]
+        with owner.lock:
+            plan = owner.plan(config, options, x.dtype, x.device.type, x.shape[0])
+            sizes = plan.buffer_sizes(x.shape[0])
+            inputs = _native_inputs(tensors, weights, config, num_sequences)
+            results = _empty_outputs(x, config)
+            outputs = _moelith.Outputs()
+            for name, result in zip(_RESULTS, results):
+                setattr(outputs, name, view(result, name))
+            saved = aligned_empty(sizes.saved, x.device) if save else x.new_empty((0,), dtype=torch.uint8)
+            workspace = owner.workspace(sizes.workspace, x.device)
+            plan.forward(
+                inputs,
+                outputs,
+                saved.data_ptr() if save else 0,
+                workspace.data_ptr(),
+                _stream(x.device),
+                watch_signals=owner.waits_on_main_thread(),
+            )
+    except BaseException as error:
+        owner.fail(error)
+        raise
     return (*results, saved)
 
 
@@ -303,49 +307,53 @@ def _run_backward(
     group,
     num_sequences,
 ):
-    tensors = _prepared(tensors)
-    x = tensors["x"]
-    if saved.data_ptr() % BUFFER_ALIGNMENT:  # a hook on saved tensors moved it
-        saved = aligned_empty(saved.numel(), saved.device).copy_(saved)
-
-    output_gradients = _moelith.OutputGradients()
-    upstream = {name: _rows(tensor.resolve_neg()) for name, tensor in zip(_UPSTREAM, upstream) if tensor is not None}
-    for name, tensor in upstream.items():
-        setattr(output_gradients, name, view(tensor, f"gradient of {name}"))
-
-    remaining = iter(gradients)
-    input_gradients = _moelith.InputGradients()
-    for i, name in enumerate(_DIFFERENTIABLE):
-        if wanted >> i & 1:
-            setattr(input_gradients, name, view(next(remaining), f"gradient of {name}"))
-    remaining_main = iter(main_gradients)
-    of_weights = [None] * len(weights)  # (tensor, whether to add to it)
-    for i in range(len(weights)):
-        if main_gradient_mask >> i & 1:
-            of_weights[i] = (next(remaining_main), True)
-        elif wanted >> len(_DIFFERENTIABLE) + i & 1:
-            of_weights[i] = (next(remaining), False)
-    input_gradients.weights = _fill_weights(
-        _moelith.WeightGradients(),
-        _moelith.WeightGradients.Shared,
-        config,
-        of_weights,
-        lambda target, name: _moelith.Gradient(view(target[0], f"gradient of {name}"), target[1]),
-    )
     owner = Group.of(group)
-    with owner.lock:
-        plan = owner.plan(config, options, x.dtype, x.device.type, x.shape[0])
-        workspace = owner.workspace(plan.buffer_sizes(x.shape[0]).workspace, x.device)
-        inputs = _native_inputs(tensors, weights, config, num_sequences)
-        plan.backward(
-            inputs,
-            saved.data_ptr(),
-            output_gradients,
-            input_gradients,
-            workspace.data_ptr(),
-            _stream(x.device),
-            watch_signals=owner.waits_on_main_thread(),
+    try:
+        tensors = _prepared(tensors)
+        x = tensors["x"]
+        if saved.data_ptr() % BUFFER_ALIGNMENT:  # a hook on saved tensors moved it
+            saved = aligned_empty(saved.numel(), saved.device).copy_(saved)
+
+        output_gradients = _moelith.OutputGradients()
+        upstream = {name: _rows(tensor.resolve_neg()) for name, tensor in zip(_UPSTREAM, upstream) if tensor is not None}
+        for name, tensor in upstream.items():
+            setattr(output_gradients, name, view(tensor, f"gradient of {name}"))
+
+        remaining = iter(gradients)
+        input_gradients = _moelith.InputGradients()
+        for i, name in enumerate(_DIFFERENTIABLE):
+            if wanted >> i & 1:
+                setattr(input_gradients, name, view(next(remaining), f"gradient of {name}"))
+        remaining_main = iter(main_gradients)
+        of_weights = [None] * len(weights)  # (tensor, whether to add to it)
+        for i in range(len(weights)):
+            if main_gradient_mask >> i & 1:
+                of_weights[i] = (next(remaining_main), True)
+            elif wanted >> len(_DIFFERENTIABLE) + i & 1:
+                of_weights[i] = (next(remaining), False)
+        input_gradients.weights = _fill_weights(
+            _moelith.WeightGradients(),
+            _moelith.WeightGradients.Shared,
+            config,
+            of_weights,
+            lambda target, name: _moelith.Gradient(view(target[0], f"gradient of {name}"), target[1]),
         )
+        with owner.lock:
+            plan = owner.plan(config, options, x.dtype, x.device.type, x.shape[0])
+            workspace = owner.workspace(plan.buffer_sizes(x.shape[0]).workspace, x.device)
+            inputs = _native_inputs(tensors, weights, config, num_sequences)
+            plan.backward(
+                inputs,
+                saved.data_ptr(),
+                output_gradients,
+                input_gradients,
+                workspace.data_ptr(),
+                _stream(x.device),
+                watch_signals=owner.waits_on_main_thread(),
+            )
+    except BaseException as error:
+        owner.fail(error)
+        raise
 
 
 @torch.library.custom_op("moelith::moe_backward", mutates_args=())

@@ -149,6 +149,11 @@ class Group:
         """
         self._native.set_timeout(seconds)
 
+    def fail(self, reason) -> None:
+        """Tells all ranks that this one will not come: their calls end at once, with this reason, and so do later ones. A
+        call that raises does so by itself. Of a group of one rank it does nothing."""
+        self._native.fail(str(reason) or type(reason).__name__)
+
     def __repr__(self):
         return f"Group(rank={self.rank}, size={self.size})"
 

@@ -39,7 +39,7 @@ def test_E3_processes_equal_one():
 
 SMALL = [f"--set={field}" for field in (
     "hidden_size=32", "layers=2", "heads=2", "num_experts=5", "intermediate_size=16", "shared_intermediate_size=16",
-    "context=32", "batch=6", "log_every=1", "eval_every=4", "save_every=100")]
+    "context=32", "log_every=1", "eval_every=4", "save_every=100")]
 
 
 def losses_of(folder):
@@ -47,13 +47,16 @@ def losses_of(folder):
     return [row["loss"] for row in rows], [r["held_out_bits_per_byte"] for r in rows if "held_out_bits_per_byte" in r], rows
 
 
-@pytest.mark.parametrize("dtype, processes, ep", [("fp32", 4, 2), ("bf16", 2, 2)])
-def test_training_with_any_number_of_processes(tmp_path, dtype, processes, ep):
+@pytest.mark.parametrize("dtype, processes, ep, batch", [
+    pytest.param("fp32", 4, 2, 3, id="two ranks, two replicas, one process without a window"),
+    pytest.param("bf16", 2, 2, 6, id="two ranks"),
+])
+def test_training_with_any_number_of_processes(tmp_path, dtype, processes, ep, batch):
     """The same losses; and a checkpoint of one number of ranks goes on with another."""
     text = tmp_path / "text"
     text.write_bytes(Path(data.__file__).read_bytes())
     run_of = [f"--runs={tmp_path}", "--threads=1"]
-    new = [f"--data={text}", f"--dtype={dtype}", "--seed=3", *SMALL]
+    new = [f"--data={text}", f"--dtype={dtype}", "--seed=3", *SMALL, f"--set=batch={batch}"]
     assert run([*run_of, "--name=one", "--steps=8", *new]) == 0
     told = torchrun(processes, "-m", "moelith.train", *run_of, "--name=several", "--steps=4", f"--ep={ep}", *new)
     assert f"{processes} processes, {ep} of which share the experts" in told
@@ -65,6 +68,6 @@ def test_training_with_any_number_of_processes(tmp_path, dtype, processes, ep):
     assert losses == pytest.approx(wanted, rel=tolerance)
     assert held_out == pytest.approx(wanted_held_out, rel=tolerance)
     # Every route counts once.
-    assert all(sum(layer) == 6 * 32 * 2 for row in rows for layer in row["expert_load"])
+    assert all(sum(layer) == batch * 32 * 2 for row in rows for layer in row["expert_load"])
     ours, theirs = (load_file(checkpoint.latest(tmp_path / name) / "model.safetensors") for name in ("several", "one"))
     assert {name: t.shape for name, t in ours.items()} == {name: t.shape for name, t in theirs.items()}

@@ -64,7 +64,8 @@ std::int64_t agreement(const Plan::Impl& plan) {
 }
 
 // What decides how a saved buffer is laid out and what its contents mean, in one number. With several ranks that are
-// the sizes of all ranks too; one rank's plans may differ in max_tokens.
+// the sizes of all ranks too; one rank's plans may differ in max_tokens, as far as the device's row blocks, which it adds
+// to the mark, do not depend on it.
 std::uint64_t saved_mark(const Plan::Impl& plan) {
   auto f = fingerprint(plan.config, plan.expert_rank);
   f.add(plan.options.recompute).add(plan.options.group.size()).add(plan.options.group.rank());

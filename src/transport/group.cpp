@@ -19,8 +19,8 @@ void require_ranks(int ranks) {
 void require_limit(std::chrono::milliseconds limit) {
   constexpr std::chrono::milliseconds longest = std::chrono::hours(24 * 365);  // a deadline's nanoseconds fit 63 bits
   if (limit.count() > 0 && limit <= longest) return;
-  throw Error(Status::invalid_argument,
-              "limit: got " + std::to_string(limit.count()) + " ms, accepted are 1 to " + std::to_string(longest.count()));
+  throw Error(Status::invalid_argument, "limit: got " + std::to_string(limit.count()) + " ms, accepted are 1 to " +
+                                            std::to_string(longest.count()));
 }
 
 }  // namespace
@@ -37,7 +37,8 @@ Group Group::process(const std::string& name, int rank, int ranks, std::chrono::
   require_ranks(ranks);
   require_limit(limit);
   if (rank < 0 || rank >= ranks) {
-    throw Error(Status::invalid_argument, "rank: got " + std::to_string(rank) + ", accepted are 0 to " + std::to_string(ranks - 1));
+    throw Error(Status::invalid_argument,
+                "rank: got " + std::to_string(rank) + ", accepted are 0 to " + std::to_string(ranks - 1));
   }
   constexpr std::size_t longest = 128;  // a name of shared memory has 255 characters, of which we need some
   const char* allowed = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_";

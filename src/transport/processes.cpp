@@ -1,11 +1,12 @@
 // Ranks as processes of one host, over POSIX shared memory.
 //
 // A group has one small shared object (Board) that rank 0 makes and the others find by the group's name, and one object
-// of symmetric memory a rank, made anew when it grows. Every object loses its name as soon as all ranks have it open, so
-// that nothing is left behind when the processes end, however they end.
+// of symmetric memory a rank, made anew when it grows. Every object loses its name as soon as all ranks have it open,
+// so that nothing is left behind when the processes end, unless all of them are killed in the midst of set-up.
 //
-// Each rank holds a lock on its own byte of the board's file. The kernel lets go of it when the process is gone, whoever
-// has or has not waited for it, which is how the others learn of a death at once and not only by their time limit.
+// Each rank holds a lock on its own byte of the board's file. The kernel lets go of it when the process is gone,
+// whoever has or has not waited for it, which is how the others learn of a death at once and not only by their time
+// limit. (A child that the rank has forked and that lives on keeps the lock; then it is the limit.)
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -25,7 +26,6 @@ namespace moelith::transport {
 namespace {
 
 using std::chrono::milliseconds;
-using std::chrono::steady_clock;
 
 [[noreturn]] void system_error(const std::string& what, int number) {
   throw Error(Status::device_error, what + ": " + std::strerror(number));
@@ -47,22 +47,26 @@ class Shared {
     if (file_ >= 0) close(file_);
   }
 
-  // Its pages are there afterwards: memory that runs out is an error here and not a signal at the first store.
+  // Its pages are there afterwards: where /dev/shm is full that is an error here and not a signal at the first store.
   static Shared make(const std::string& name, std::uint64_t bytes) {
     Shared made;
     made.file_ = shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
     if (made.file_ < 0) {
       if (errno == EEXIST) {
-        throw Error(Status::invalid_argument,
-                    "name: a group of the name of " + name + " is being set up, or was left half set up; a new one is needed");
+        throw Error(Status::invalid_argument, "name: a group of the name of " + name +
+                                                  " is being set up, or was left half set up; a new one is needed");
       }
       system_error("shared memory " + name, errno);
     }
-    if (const int failed = posix_fallocate(made.file_, 0, static_cast<off_t>(bytes))) {
+    int failed = 0;
+    do { failed = posix_fallocate(made.file_, 0, static_cast<off_t>(bytes)); } while (failed == EINTR);
+    try {
+      if (failed) system_error("shared memory " + name + " of " + std::to_string(bytes) + " bytes", failed);
+      made.map(name, bytes);
+    } catch (...) {
       shm_unlink(name.c_str());
-      system_error("shared memory " + name + " of " + std::to_string(bytes) + " bytes", failed);
+      throw;
     }
-    made.map(name, bytes);
     return made;
   }
   // False while it does not exist, or not in full.
@@ -72,7 +76,7 @@ class Shared {
       if (errno == ENOENT) return false;
       system_error("shared memory " + name, errno);
     }
-    struct stat facts{};
+    struct stat facts {};
     if (fstat(file, &facts) != 0 || static_cast<std::uint64_t>(facts.st_size) < bytes) {
       close(file);
       return false;
@@ -103,15 +107,15 @@ struct Board {
   static constexpr std::uint64_t magic = 0x4d4f454c49544831;  // "MOELITH1": the format, and that rank 0 has filled it
 
   std::atomic<std::uint64_t> ready;
-  std::uint64_t id;                      // random: a later group of the same name uses other names for its memory
+  std::uint64_t id;  // random: a later group of the same name uses other names for its memory
   std::int32_t ranks;
   std::atomic<int> failure;  // 0: none, 1: `reason` is being written, 2: it stands there
   char reason[1024];
 
   struct alignas(64) Rank {
-    std::atomic<std::uint64_t> meetings;    // that it has come to
-    std::atomic<std::uint64_t> begun, done; // the number of the last pass that it has begun, and done its part of
-    std::int64_t value[2];                  // for all_gather: of the odd meetings, and of the even ones
+    std::atomic<std::uint64_t> meetings;     // that it has come to
+    std::atomic<std::uint64_t> begun, done;  // the number of the last pass that it has begun, and done its part of
+    std::int64_t value[2];                   // for all_gather: of the odd meetings, and of the even ones
   };
   Rank rank[limits::ranks];
 };
@@ -121,7 +125,8 @@ std::uint64_t rounded_up(std::uint64_t bytes) { return (bytes + 255) / 256 * 256
 
 class Processes final : public Transport {
  public:
-  Processes(const std::string& name, int rank, int ranks, milliseconds limit) : Transport(rank, ranks), name_("/moelith-" + name) {
+  Processes(const std::string& name, int rank, int ranks, milliseconds limit)
+      : Transport(rank, ranks), name_("/moelith-" + name) {
     set_timeout(limit);
     if (rank == 0) {
       board_memory_ = Shared::make(name_, sizeof(Board));
@@ -131,13 +136,13 @@ class Processes final : public Transport {
       board->id = std::uint64_t(random()) << 32 | random();
       board->ready.store(Board::magic, std::memory_order_release);
     } else {
-      const auto deadline = steady_clock::now() + limit;
+      Waiting waiting;
       auto there = [&] {
         if (!board_memory_.memory() && !board_memory_.open(name_, sizeof(Board))) return false;
         return reinterpret_cast<Board*>(board_memory_.memory())->ready.load(std::memory_order_acquire) == Board::magic;
       };
       while (!there()) {
-        if (steady_clock::now() > deadline) {
+        if (waiting.time() > limit) {
           throw Error(Status::timed_out, "rank " + std::to_string(rank) + ": waited " + std::to_string(limit.count()) +
                                              " ms for rank 0 to set up group " + name);
         }
@@ -148,17 +153,27 @@ class Processes final : public Transport {
     try {
       collective([&] {
         if (board_->ranks != ranks) {
-          throw Error(Status::invalid_argument, "ranks: got " + std::to_string(ranks) + ", accepted is the number that rank 0 gave, " +
+          throw Error(Status::invalid_argument, "ranks: got " + std::to_string(ranks) +
+                                                    ", accepted is the number that rank 0 gave, " +
                                                     std::to_string(board_->ranks));
         }
         hold_own_byte();
         meet();
+        for (int r = 0; r < ranks; ++r) {
+          // Its rank 0 came to this meeting, but is no more.
+          if (r != rank && !is_alive(r)) {
+            throw Error(Status::invalid_argument, "name: got " + name +
+                                                      ", which a group that ended in the midst of its "
+                                                      "set-up has left; accepted is one that no other group has");
+          }
+        }
+        if (rank == 0) shm_unlink(name_.c_str());
+        meet();  // from here on the name may be given to another group
       });
     } catch (...) {
       shm_unlink(name_.c_str());
       throw;
     }
-    if (rank == 0) shm_unlink(name_.c_str());
   }
 
   std::vector<std::int64_t> all_gather(std::int64_t value) override {
@@ -177,12 +192,15 @@ class Processes final : public Transport {
       return *std::max_element(all.begin(), all.end());
     };
     const std::uint64_t most_bytes = std::max(bytes_, rounded_up(largest(static_cast<std::int64_t>(bytes))));
-    const std::int64_t most_arrivals = std::max(arrivals_, largest(arrivals)), most_flags = std::max(flags_, largest(flags));
+    const std::int64_t most_arrivals = std::max(arrivals_, largest(arrivals)),
+                       most_flags = std::max(flags_, largest(flags));
     if (most_bytes > bytes_ || most_arrivals > arrivals_ || most_flags > flags_ || memory_.empty()) {
       const std::uint64_t size_of_one = most_bytes + (most_arrivals + most_flags) * sizeof(std::uint64_t);
       std::vector<Shared> memory(size());
       std::vector<std::string> names;
-      for (int r = 0; r < size(); ++r) names.push_back(name_ + "-" + std::to_string(board_->id) + "-" + std::to_string(r) + "-" + std::to_string(meetings_));
+      for (int r = 0; r < size(); ++r)
+        names.push_back(name_ + "-" + std::to_string(board_->id) + "-" + std::to_string(r) + "-" +
+                        std::to_string(meetings_));
       try {
         memory[rank()] = Shared::make(names[rank()], size_of_one);
         auto* counters = reinterpret_cast<std::uint64_t*>(memory[rank()].memory() + most_bytes);
@@ -230,7 +248,8 @@ class Processes final : public Transport {
       std::this_thread::sleep_for(milliseconds(1));
     }
     const bool written = board_->failure.load(std::memory_order_acquire) == 2;
-    throw Error(Status::group_failed, std::string("the group has failed: ") + (written ? board_->reason : "a rank is gone"));
+    throw Error(Status::group_failed,
+                std::string("the group has failed: ") + (written ? board_->reason : "a rank is gone"));
   }
 
  protected:
@@ -241,13 +260,13 @@ class Processes final : public Transport {
   void look_after_ranks(std::uint64_t pass) override {
     for (int r = 0; r < size(); ++r) {
       if (r == rank() || reached(last_done(r), pass) || is_alive(r) || reached(last_done(r), pass)) continue;
-      fail("the process of rank " + std::to_string(r) + " is gone");
+      fail(gone(r));
     }
   }
 
  private:
   struct flock byte_of(int rank) const {
-    struct flock one{};
+    struct flock one {};
     one.l_type = F_WRLCK;
     one.l_whence = SEEK_SET;
     one.l_start = rank;
@@ -258,7 +277,8 @@ class Processes final : public Transport {
     struct flock mine = byte_of(rank());
     if (fcntl(board_memory_.file(), F_OFD_SETLK, &mine) != 0) {
       if (errno == EAGAIN || errno == EACCES) {
-        throw Error(Status::invalid_argument, "rank: got " + std::to_string(rank()) + ", which another process of the group has");
+        throw Error(Status::invalid_argument,
+                    "rank: got " + std::to_string(rank()) + ", which another process of the group has");
       }
       system_error("locking shared memory " + name_, errno);
     }
@@ -269,6 +289,10 @@ class Processes final : public Transport {
     return fcntl(board_memory_.file(), F_OFD_GETLK, &theirs) != 0 || theirs.l_type != F_UNLCK;
   }
 
+  static std::string gone(int rank) {
+    return "rank " + std::to_string(rank) + " is gone: its process has ended or given up the group";
+  }
+
   // All ranks meet.
   void meet() {
     require_usable();
@@ -276,17 +300,15 @@ class Processes final : public Transport {
     board_->rank[rank()].meetings.store(number, std::memory_order_release);
     auto has_come = [&](int r) { return board_->rank[r].meetings.load(std::memory_order_acquire) >= number; };
     const auto limit = timeout();
-    const auto begin = steady_clock::now();
+    Waiting waiting;
     for (int r = 0, tries = 0; r < size();) {
       if (has_come(r)) {
         ++r;
         continue;
       }
       require_usable();
-      if (++tries % 64 == 0 && number > 1 && !is_alive(r) && !has_come(r)) {
-        fail("the process of rank " + std::to_string(r) + " is gone");
-      }
-      if (steady_clock::now() - begin > limit) {
+      if (++tries % 64 == 0 && number > 1 && !is_alive(r) && !has_come(r)) { fail(gone(r)); }
+      if (waiting.time() > limit) {
         std::string missing;
         for (int other = 0; other < size(); ++other) {
           if (!has_come(other)) missing += (missing.empty() ? "" : ", ") + std::to_string(other);

@@ -32,7 +32,7 @@ struct Shared {
   std::vector<std::vector<std::uint64_t>> arrivals, flags;
   std::atomic<bool> has_failed{false};
   std::vector<std::atomic<std::uint64_t>> begun, done;  // the last pass of each rank
-  std::string reason;  // guarded by mutex
+  std::string reason;                                   // guarded by mutex
 
   // With the lock held.
   void require_usable() const {

@@ -3,6 +3,7 @@
 // last two are used). Set-up calls are collective; everything else happens by plain loads, stores and atomics.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -14,9 +15,27 @@
 
 namespace moelith::transport {
 
-// Whether a count of passes has come to `target`: by the sign of their difference, which is right also where counts start
-// anew from 0.
-inline bool reached(std::uint64_t count, std::uint64_t target) { return static_cast<std::int64_t>(count - target) >= 0; }
+// Whether a count of passes has come to `target`: by the sign of their difference, which is right also where counts
+// start anew from 0.
+inline bool reached(std::uint64_t count, std::uint64_t target) {
+  return static_cast<std::int64_t>(count - target) >= 0;
+}
+
+// How long one has waited for others. A pause of the process itself (Ctrl-Z, a debugger) counts as a tenth of a second
+// only: whoever stopped the whole job for a minute shall not find that it has failed.
+class Waiting {
+ public:
+  std::chrono::steady_clock::duration time() {
+    const auto now = std::chrono::steady_clock::now();
+    time_ += std::min<std::chrono::steady_clock::duration>(now - last_, std::chrono::milliseconds(100));
+    last_ = now;
+    return time_;
+  }
+
+ private:
+  std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
+  std::chrono::steady_clock::duration time_{};
+};
 
 class Transport {
  public:
@@ -62,15 +81,16 @@ class Transport {
     }
     return text;
   }
-  // While a pass waits, from time to time: fails the group if the process of a rank is gone that has not ended the pass.
+  // While a pass waits, from time to time: fails the group if the process of a rank is gone that has not ended the
+  // pass.
   void look_after_ranks() { look_after_ranks(epoch_); }
   // Forward passes alternate between two routing tables: a rank may still read the last one of a rank that has gone on.
   int begin_table() { return table_ ^= 1; }
 
-  // Collective where it changes anything: a pass whose symmetric memory is laid out otherwise than that of the pass before
-  // begins only when every rank is done with that one. Among passes of one layout there is no need: a rank ends its pass
-  // after all its rows have been pulled and brought back, and tables alternate. `layout`: a number that stands for the
-  // layout, alike on all ranks, not 0.
+  // Collective where it changes anything: a pass whose symmetric memory is laid out otherwise than that of the pass
+  // before begins only when every rank is done with that one. Among passes of one layout there is no need: a rank ends
+  // its pass after all its rows have been pulled and brought back, and tables alternate. `layout`: a number that stands
+  // for the layout, alike on all ranks, not 0.
   void lay_out(std::uint64_t layout) {
     if (layout_ != 0 && layout_ != layout) all_gather(0);
     layout_ = layout;
@@ -87,7 +107,8 @@ class Transport {
   // Throws Error(group_failed) with that rank and its reason if the group has failed.
   virtual void require_usable() const = 0;
 
-  // Runs this rank's part of a collective call. If it throws, the others learn at once instead of waiting for this rank.
+  // Runs this rank's part of a collective call. If it throws, the others learn at once instead of waiting for this
+  // rank.
   template <class F>
   auto collective(F&& call) {
     try {
@@ -115,7 +136,7 @@ class Transport {
   int rank_, size_;
   std::uint64_t epoch_ = 0;
   int table_ = 0;
-  std::uint64_t layout_ = 0;  // of the last pass
+  std::uint64_t layout_ = 0;                  // of the last pass
   std::atomic<std::int64_t> timeout_{60000};  // milliseconds
 };
 

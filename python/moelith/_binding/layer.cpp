@@ -123,6 +123,7 @@ void bind_layer(nb::module_& module) {
             return Group::process(name, rank, ranks, milliseconds_of(seconds));
           },
           nb::arg("name"), nb::arg("rank"), nb::arg("ranks"), nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>())
+      .def("fail", &Group::fail, nb::arg("reason"))
       .def_prop_ro("rank", &Group::rank)
       .def_prop_ro("size", &Group::size)
       .def("set_timeout", [](Group& self, double seconds) { self.set_timeout(milliseconds_of(seconds)); }, nb::arg("seconds"));

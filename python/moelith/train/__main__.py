@@ -164,6 +164,7 @@ def run(arguments: list[str]) -> int:
         if ended_by is not None:
             print(f"stopped by {signal.Signals(ended_by).name} and saved at step {job.step}; RESUME=1 goes on")
         loop.finish(job)
+    ranks.wait_for_all()  # torchrun ends the others when one leaves with an error's status
     ranks.close()
     return 0 if ended_by is None else 128 + ended_by
 

@@ -58,12 +58,10 @@ def _fill(folder: Path, state: State, files: dict[str, dict[str, torch.Tensor]])
 
 def save(run: Path, state: State, model, optimizer) -> Path:
     """Writes the checkpoint of a step, unless it is there, and deletes older ones; collective over the run's ranks, of
-    which the first writes. Raises TrainError if that fails; the former one is then untouched."""
+    which the first writes. Raises TrainError on all of them if that fails; the former one is then untouched."""
     final = run / f"checkpoint-{state.step:08d}"
     files = _tensors(model, optimizer)
-    if model.ranks.first and not final.exists():
-        _write(run, final, state, files)
-    model.ranks.wait_for_all()
+    model.ranks.on_first(lambda: final.exists() or _write(run, final, state, files))
     return final
 
 

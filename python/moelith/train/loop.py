@@ -291,8 +291,8 @@ class Run:
         }
 
     def write(self, row: dict, progress: Progress) -> None:
+        self.ranks.on_first(lambda: self.log.write(row))
         if self.ranks.first:
-            self.log.write(row)
             progress.show(row)
         if not math.isfinite(row["loss"]):
             raise TrainError(f"the loss is {row['loss']} at step {row['step']}; the checkpoint before it is kept")
@@ -326,20 +326,20 @@ def set_aside(folder: Path) -> Path | None:
 
 def start(folder: Path, config: Config, device: torch.device, ranks: Ranks) -> Run:
     """A new run in the folder, with its own copy of the text, so that resuming needs nothing else."""
-    if ranks.first:
+    def prepare():
         text = data.default_text() if config.data is None else data.text_from(config.data)
         _, held_out = data.split(text.data, config.preset.context)
-        config = Config(**{**vars(config), "unigram_entropy": data.unigram_entropy(held_out)})
+        complete = Config(**{**vars(config), "unigram_entropy": data.unigram_entropy(held_out)})
         print(f"{text.describe()}; {data.readable(len(held_out))} of it held out")
         aside = set_aside(folder)
         if aside:
             print(f"the former run of this name is now {aside}")
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / "text.bin", text.data)
-        write_whole(folder / "config.json", json.dumps(config.to_json(), indent=1).encode())
-    ranks.wait_for_all()
-    if not ranks.first:
-        config = Config.from_json(json.loads((folder / "config.json").read_text()))
+        write_whole(folder / "config.json", json.dumps(complete.to_json(), indent=1).encode())
+
+    ranks.on_first(prepare)
+    config = Config.from_json(json.loads((folder / "config.json").read_text()))
     return Run(folder, config, device, None, read_text(folder), ranks)
 
 
@@ -353,8 +353,7 @@ def read_text(folder: Path) -> bytes:
 def resume(folder: Path, config: Config, saved: Path, device: torch.device, ranks: Ranks) -> Run:
     """The run of a checkpoint; config: the checkpoint's, perhaps with more steps."""
     text = read_text(folder)
-    if ranks.first:
-        write_whole(folder / "config.json", json.dumps(config.to_json(), indent=1).encode())
+    ranks.on_first(lambda: write_whole(folder / "config.json", json.dumps(config.to_json(), indent=1).encode()))
     return Run(folder, config, device, saved, text, ranks)
 
 

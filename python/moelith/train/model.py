@@ -123,7 +123,8 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         B, S, H = x.shape
-        q, k, v = self.qkv_proj(self.mixing(x)).view(B, S, 3, self.heads, H // self.heads).permute(2, 0, 3, 1, 4)  # each [B, heads, S, size]
+        qkv = self.qkv_proj(self.mixing(x)).view(B, S, 3, self.heads, H // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, S, size]
         q = rotate(self.q_norm(q), table)
         k = rotate(self.k_norm(k), table)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -153,7 +154,7 @@ class LanguageModel(nn.Module):
 
     def __init__(self, preset: Preset, clock: LayerClock, workers: int, ranks: Ranks):
         super().__init__()
-        self.ranks = ranks
+        self.ranks, self.num_experts = ranks, preset.num_experts
         random = torch.get_rng_state()
         self.embedding = nn.Embedding(BYTES, preset.hidden_size)
         self.blocks = nn.ModuleList(Block(preset, clock, workers, ranks) for _ in range(preset.layers))
@@ -181,7 +182,7 @@ class LanguageModel(nn.Module):
             whole = parameter.new_empty(preset.num_experts, *parameter.shape[1:]) if spread else parameter
             whole.normal_(0.0, 1.0 if "embedding" in name else scale)
             if spread:
-                parameter.copy_(self.ranks.part(whole, self.local_experts))
+                parameter.copy_(self.ranks.part(whole, self.local_experts, preset.num_experts))
 
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Also returns the sum of the MoE layers' auxiliary losses, and the routes to each expert [layers, E]."""
@@ -224,7 +225,8 @@ class LanguageModel(nn.Module):
         """The inverse of whole_state."""
         spread = {id(p) for p in self.spread_parameters()}
         names = {name for name, p in self.named_parameters() if id(p) in spread}
-        self.load_state_dict({name: self.ranks.part(t, self.local_experts) if name in names else t for name, t in state.items()})
+        experts, E = self.local_experts, self.num_experts
+        self.load_state_dict({n: self.ranks.part(t, experts, E) if n in names else t for n, t in state.items()})
 
     def expert_parameters(self) -> list[nn.Parameter]:
         """Of routed and shared experts: those whose gradients a moelith.MoE can add to a float32 main gradient."""

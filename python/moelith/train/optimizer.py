@@ -34,7 +34,7 @@ class Optimizer:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
-        self.local_experts = model.local_experts
+        self.local_experts, self.num_experts = model.local_experts, model.num_experts
         self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
         for parameter in model.expert_parameters():
             if parameter.dtype != torch.float32:
@@ -103,7 +103,7 @@ class Optimizer:
                 if value is None:
                     continue
                 if spread and value.ndim:
-                    value = self.ranks.part(value, self.local_experts)
+                    value = self.ranks.part(value, self.local_experts, self.num_experts)
                 if what != "step" and value.shape != parameter.shape:
                     raise ValueError(f"{name}.{what} has shape {list(value.shape)}, the model {list(parameter.shape)}")
                 if what == "master":

@@ -81,6 +81,18 @@ class Ranks:
         if self.world > 1:
             dist.barrier()
 
+    def on_first(self, action) -> None:
+        """Runs action() on the first rank. A TrainError there is raised on every rank, so that none waits for it."""
+        error = None
+        if self.first:
+            try:
+                action()
+            except (TrainError, OSError) as raised:
+                error = raised
+        if not self.any(int(error is not None)):
+            return
+        raise error if error is not None else TrainError("the first process could not write the run's files")
+
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Over all ranks, in place."""
         if self.world > 1:
@@ -119,9 +131,13 @@ class Ranks:
         dist.all_gather_object(parts, local, self._ep)
         return torch.cat(parts)
 
-    def part(self, whole: torch.Tensor, local_experts: list[int]) -> torch.Tensor:
+    def part(self, whole: torch.Tensor, local_experts: list[int], num_experts: int) -> torch.Tensor:
         """[E, ..] -> [local experts, ..] of this rank."""
-        return whole if self.ep_size == 1 else whole[local_experts]
+        if self.ep_size == 1:
+            return whole
+        if whole.shape[0] != num_experts:
+            raise ValueError(f"{whole.shape[0]} experts, where the model has {num_experts}")
+        return whole[local_experts]
 
     def close(self) -> None:
         if self.world > 1:

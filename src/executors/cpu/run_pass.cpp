@@ -71,8 +71,8 @@ class Run {
 
   void shuffled(int worker) {
     guarded([&] {
-      auto idle_since = std::chrono::steady_clock::now();
-      int tries = 0;
+      transport::Waiting idle;
+      std::uint64_t tries = 0;
       while (!stopped()) {
         Tile tile;
         {
@@ -83,11 +83,11 @@ class Run {
         }
         if (static_cast<int>(tile.stage) < schedule::stage_count) {
           finish(tile, worker);
-          idle_since = std::chrono::steady_clock::now();
+          idle = {};
         } else {
           if (pass_.sizes.ranks > 1) {
             if (tries++ % tries_between_looks == 0) transport_.look_after_ranks();
-            end_if_overdue(idle_since);
+            end_if_overdue(idle.time());
           }
           std::this_thread::yield();
         }
@@ -101,16 +101,15 @@ class Run {
       std::string reason = "unknown error";
       try {
         std::rethrow_exception(error_);
-      } catch (const std::exception& e) {
-        reason = e.what();
-      } catch (...) {
+      } catch (const std::exception& e) { reason = e.what(); } catch (...) {
       }
       transport_.fail(reason);
       std::rethrow_exception(error_);
     }
     if (!counters_.arrivals) {
       auto* mine = transport_.arrivals(pass_.sizes.rank);
-      for (std::int64_t i = 0; i < map_.arrivals_size; ++i) std::atomic_ref(mine[i]).store(0, std::memory_order_relaxed);
+      for (std::int64_t i = 0; i < map_.arrivals_size; ++i)
+        std::atomic_ref(mine[i]).store(0, std::memory_order_relaxed);
     }
     transport_.end_pass();
   }
@@ -155,29 +154,29 @@ class Run {
       relax();
     }
     const auto limit = limit_of(wait);
-    const auto deadline = std::chrono::steady_clock::now() + limit;
+    transport::Waiting waiting;
     // One rank waits for its own workers alone, each of which finishes its tile or ends the pass by an exception: no
     // limit there, or a process that was stopped for a while (Ctrl-Z, a debugger) would fail when it goes on.
     const bool limited = pass_.sizes.ranks > 1;
-    for (int tries = 0; !satisfied(wait); ++tries) {
+    for (std::uint64_t tries = 0; !satisfied(wait); ++tries) {
       if (stop_.load(std::memory_order_acquire)) return false;
       if (transport_.failed()) transport_.require_usable();
       if (limited && tries % tries_between_looks == 0) transport_.look_after_ranks();
-      if (limited && std::chrono::steady_clock::now() > deadline) time_out(wait, tile, limit);
+      if (limited && waiting.time() > limit) time_out(wait, tile, limit);
       std::this_thread::yield();
     }
     return true;
   }
 
-  // Work of this rank is late because a worker waits for another rank: that one's limit shall run out first and name it.
+  // Work of this rank is late because a worker waits for another rank: that one's limit shall run out first and name
+  // it.
   std::chrono::milliseconds limit_of(const Wait& wait) const {
     return transport_.timeout() * (wait.array == CounterArray::local ? 2 : 1);
   }
 
-  // Shuffled: nothing has been ready for this worker since then. The first of the remaining tiles is the one that others
-  // hold up, since each depends only on tiles before it.
-  void end_if_overdue(std::chrono::steady_clock::time_point idle_since) {
-    const auto idle = std::chrono::steady_clock::now() - idle_since;
+  // Shuffled: nothing has been ready for this worker for so long. The first of the remaining tiles is the one that
+  // others hold up, since each depends only on tiles before it.
+  void end_if_overdue(std::chrono::steady_clock::duration idle) {
     if (idle <= transport_.timeout()) return;
     Tile tile{schedule::Stage::layout, 0, 0, 0};  // where only the layout is missing, another worker has its tile
     Wait wait = layout_wait();
@@ -202,9 +201,8 @@ class Run {
     const std::string laggards = transport_.laggards();
     throw Error(Status::timed_out, "rank " + std::to_string(pass_.sizes.rank) + ", stage " + to_string(tile.stage) +
                                        ", expert " + std::to_string(tile.expert) + ", block " +
-                                       std::to_string(tile.row_block) + ": waited " +
-                                       std::to_string(limit.count()) + " ms for " + what +
-                                       (laggards.empty() ? "" : " (" + laggards + ")"));
+                                       std::to_string(tile.row_block) + ": waited " + std::to_string(limit.count()) +
+                                       " ms for " + what + (laggards.empty() ? "" : " (" + laggards + ")"));
   }
 
   void finish(const Tile& tile, int worker) {
