@@ -252,7 +252,9 @@ struct RankPart {
 
   std::string packed() const {
     std::string bytes;
-    auto put = [&](const void* data, std::size_t size) { bytes.append(static_cast<const char*>(data), size); };
+    auto put = [&](const void* data, std::size_t size) {
+      if (size > 0) bytes.append(static_cast<const char*>(data), size);
+    };
     auto put_all = [&](const auto& values) {
       const std::uint64_t count = values.size();
       put(&count, sizeof count);
@@ -272,7 +274,7 @@ struct RankPart {
       std::uint64_t count = 0;
       std::memcpy(&count, bytes.data() + place, sizeof count);
       values.resize(count);
-      std::memcpy(values.data(), bytes.data() + place + sizeof count, count * sizeof values[0]);
+      if (count > 0) std::memcpy(values.data(), bytes.data() + place + sizeof count, count * sizeof values[0]);
       place += sizeof count + count * sizeof values[0];
     };
     take_all(part.local_experts);
