@@ -122,7 +122,7 @@ def measure(name, shape, threads, rounds, transformers_rounds):
     seconds_a_round = 2.0
     for round_ in range(rounds + 1):
         for key, block in list(blocks.items()):
-            if key.startswith("transformers") and (round_ > transformers_rounds or len(samples[key]) == transformers_rounds):
+            if key.startswith("transformers") and len(samples[key]) == transformers_rounds:
                 continue
             try:
                 sample = timed(block, x, dy, **({"router_logits": logits} if key == FROM_LOGITS else {}))

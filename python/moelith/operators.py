@@ -130,33 +130,28 @@ def moe(
     main_gradients: float32 tensors that backward adds the gradients of some weights to; bit i of main_gradient_mask
     says that weight i has one.
     """
-    owner = Group.of(group)
-    try:
+    with Group.of(group) as owner:
         tensors = _prepared(
             (x, router_logits, topk_ids, topk_weights, selection_bias, shared_gate_logits, num_valid_tokens)
         )
         x = tensors["x"]
-        with owner.lock:
-            plan = owner.plan(config, options, x.dtype, x.device.type, x.shape[0])
-            sizes = plan.buffer_sizes(x.shape[0])
-            inputs = _native_inputs(tensors, weights, config, num_sequences)
-            results = _empty_outputs(x, config)
-            outputs = _moelith.Outputs()
-            for name, result in zip(_RESULTS, results):
-                setattr(outputs, name, view(result, name))
-            saved = aligned_empty(sizes.saved, x.device) if save else x.new_empty((0,), dtype=torch.uint8)
-            workspace = owner.workspace(sizes.workspace, x.device)
-            plan.forward(
-                inputs,
-                outputs,
-                saved.data_ptr() if save else 0,
-                workspace.data_ptr(),
-                _stream(x.device),
-                watch_signals=owner.waits_on_main_thread(),
-            )
-    except BaseException as error:
-        owner.fail(error)
-        raise
+        plan = owner.plan(config, options, x.dtype, x.device.type, x.shape[0])
+        sizes = plan.buffer_sizes(x.shape[0])
+        inputs = _native_inputs(tensors, weights, config, num_sequences)
+        results = _empty_outputs(x, config)
+        outputs = _moelith.Outputs()
+        for name, result in zip(_RESULTS, results):
+            setattr(outputs, name, view(result, name))
+        saved = aligned_empty(sizes.saved, x.device) if save else x.new_empty((0,), dtype=torch.uint8)
+        workspace = owner.workspace(sizes.workspace, x.device)
+        plan.forward(
+            inputs,
+            outputs,
+            saved.data_ptr() if save else 0,
+            workspace.data_ptr(),
+            _stream(x.device),
+            watch_signals=owner.waits_on_main_thread(),
+        )
     return (*results, saved)
 
 
@@ -307,8 +302,7 @@ def _run_backward(
     group,
     num_sequences,
 ):
-    owner = Group.of(group)
-    try:
+    with Group.of(group) as owner:
         tensors = _prepared(tensors)
         x = tensors["x"]
         if saved.data_ptr() % BUFFER_ALIGNMENT:  # a hook on saved tensors moved it
@@ -338,22 +332,18 @@ def _run_backward(
             of_weights,
             lambda target, name: _moelith.Gradient(view(target[0], f"gradient of {name}"), target[1]),
         )
-        with owner.lock:
-            plan = owner.plan(config, options, x.dtype, x.device.type, x.shape[0])
-            workspace = owner.workspace(plan.buffer_sizes(x.shape[0]).workspace, x.device)
-            inputs = _native_inputs(tensors, weights, config, num_sequences)
-            plan.backward(
-                inputs,
-                saved.data_ptr(),
-                output_gradients,
-                input_gradients,
-                workspace.data_ptr(),
-                _stream(x.device),
-                watch_signals=owner.waits_on_main_thread(),
-            )
-    except BaseException as error:
-        owner.fail(error)
-        raise
+        plan = owner.plan(config, options, x.dtype, x.device.type, x.shape[0])
+        workspace = owner.workspace(plan.buffer_sizes(x.shape[0]).workspace, x.device)
+        inputs = _native_inputs(tensors, weights, config, num_sequences)
+        plan.backward(
+            inputs,
+            saved.data_ptr(),
+            output_gradients,
+            input_gradients,
+            workspace.data_ptr(),
+            _stream(x.device),
+            watch_signals=owner.waits_on_main_thread(),
+        )
 
 
 @torch.library.custom_op("moelith::moe_backward", mutates_args=())

@@ -149,6 +149,16 @@ class Group:
         """
         self._native.set_timeout(seconds)
 
+    def __enter__(self) -> "Group":
+        """For the length of a call of all ranks: threads take turns, and if it raises, the other ranks' calls end."""
+        self.lock.acquire()
+        return self
+
+    def __exit__(self, _kind, error, _traceback) -> None:
+        self.lock.release()
+        if error is not None:
+            self.fail(error)
+
     def fail(self, reason) -> None:
         """Tells all ranks that this one will not come: their calls end at once, with this reason, and so do later ones. A
         call that raises does so by itself. Of a group of one rank it does nothing."""

@@ -127,6 +127,25 @@ def test_modules_hold_their_rank_s_experts():
     assert all(norm > 0 for norm in on_ranks(groups, rank_pass))
 
 
+def test_an_error_outside_of_the_library_ends_the_other_rank_s_call():
+    groups = Group.threads(2)
+    tensors = tensors_of(BASE, 8)
+    half = share_of_rank(tensors, slice(0, 4), [0, 1, 2])
+
+    def no_memory(*_):
+        raise MemoryError("no memory for a workspace")
+
+    groups[1].workspace = no_memory
+
+    def rank_pass(rank, group):
+        options = PlanOptions(group=group, max_tokens=MAX_TOKENS, workers=1)
+        with pytest.raises(MemoryError if rank else RuntimeError, match="no memory for a workspace") as raised:
+            MF.moe(config=BASE, options=options, **half)
+        assert rank or "rank 1" in str(raised.value)
+
+    on_ranks(groups, rank_pass)
+
+
 def test_a_rank_that_does_not_come_is_named():
     groups = Group.threads(2)
     for group in groups:

@@ -7,21 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from moelith.train import checkpoint, data
 from moelith.train.__main__ import run
 
 HERE = Path(__file__).parent
-
-
-@pytest.fixture(autouse=True)
-def torch_settings():
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
 
 
 def torchrun(processes, *command):

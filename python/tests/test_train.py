@@ -31,14 +31,6 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setenv("DEVICE", "cpu")  # test_gpu.py has the trainer on a GPU
 
 
-@pytest.fixture(autouse=True)
-def torch_settings():
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
-
-
 @pytest.fixture
 def text(tmp_path):
     path = tmp_path / "text"

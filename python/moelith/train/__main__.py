@@ -106,7 +106,7 @@ def run(arguments: list[str]) -> int:
 
     from . import checkpoint, loop
     from .model import PRESETS
-    from .ranks import start_ranks
+    from .ranks import Ranks
 
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -139,7 +139,7 @@ def run(arguments: list[str]) -> int:
                 raise TrainError(f"{what}: {given}, but the run to resume has {there}; leave it out, or start a new "
                                  "run under another NAME")
         device = torch.device(device or default_device(config.dtype))
-        ranks = start_ranks(ep, device)
+        ranks = Ranks.from_environment(ep, device)
         threads = threads or (config.threads if ranks.world == 1 else own_cpus)
         config = dataclasses.replace(config, steps=steps or config.steps, threads=threads)
         job = loop.resume(folder, config, saved, device, ranks)
@@ -148,7 +148,7 @@ def run(arguments: list[str]) -> int:
     else:
         preset = changed(PRESETS[preset_name or "tiny"], options.set)
         device = torch.device(device or default_device(dtype))
-        ranks = start_ranks(ep, device)
+        ranks = Ranks.from_environment(ep, device)
         steps = steps or preset.steps
         config = loop.Config(
             preset_name=preset_name or "tiny", preset=preset, data=options.data,

@@ -226,7 +226,7 @@ class Run:
         self.clock = LayerClock(device)
         self.model = LanguageModel(preset, self.clock, workers=config.threads, ranks=ranks)
         self.model.store_as(DTYPES[config.dtype]).to(device)
-        self.optimizer = Optimizer(self.model, ranks)
+        self.optimizer = Optimizer(self.model)
         self.step, self.rate, self.started = 0, 0.0, 0.0
         if resumed_from is not None:
             state = checkpoint.read_state(resumed_from)
@@ -300,7 +300,7 @@ class Run:
 
     def describe(self) -> str:
         preset = self.config.preset
-        spread = self.model.spread_parameters()
+        spread = self.model.spread_parameters().values()
         experts = sum(p[0].numel() for p in spread) * preset.num_experts  # of all ranks
         total = sum(p.numel() for p in self.model.parameters()) - sum(p.numel() for p in spread) + experts
         idle = experts * (1 - preset.top_k / preset.num_experts)

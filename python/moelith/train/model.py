@@ -182,7 +182,7 @@ class LanguageModel(nn.Module):
             whole = parameter.new_empty(preset.num_experts, *parameter.shape[1:]) if spread else parameter
             whole.normal_(0.0, 1.0 if "embedding" in name else scale)
             if spread:
-                parameter.copy_(self.ranks.part(whole, self.local_experts, preset.num_experts))
+                parameter.copy_(self.own_experts(whole))
 
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Also returns the sum of the MoE layers' auxiliary losses, and the routes to each expert [layers, E]."""
@@ -206,27 +206,28 @@ class LanguageModel(nn.Module):
         for block, count in zip(self.blocks, counts):
             block.moe.update_selection_bias(count, rate)
 
-    @property
-    def local_experts(self) -> list[int]:
-        """Global ids of the routed experts of this rank, in every layer."""
-        return self.blocks[0].moe.local_experts
+    def spread_parameters(self) -> dict[str, nn.Parameter]:
+        """The routed experts' by name, [local experts, ..]."""
+        return {f"blocks.{i}.moe.{kind}": getattr(block.moe, kind)
+                for i, block in enumerate(self.blocks) for kind in ("gate_up_proj", "down_proj")}
 
-    def spread_parameters(self) -> list[nn.Parameter]:
-        """The routed experts', [local experts, ..]."""
-        return [p for block in self.blocks for p in (block.moe.gate_up_proj, block.moe.down_proj)]
+    def own_experts(self, whole: torch.Tensor) -> torch.Tensor:
+        """[E, ..] -> [local experts, ..], the inverse of Ranks.whole. Raises ValueError for another E."""
+        if self.ranks.ep_size == 1:
+            return whole
+        if whole.shape[0] != self.num_experts:
+            raise ValueError(f"{whole.shape[0]} experts, where the model has {self.num_experts}")
+        return whole[self.blocks[0].moe.local_experts]
 
     def whole_state(self) -> dict[str, torch.Tensor]:
         """The state dict of the model on one rank. Collective."""
-        spread = {id(p) for p in self.spread_parameters()}
-        names = {name for name, p in self.named_parameters() if id(p) in spread}
-        return {name: self.ranks.whole(t) if name in names else t for name, t in self.state_dict().items()}
+        spread = self.spread_parameters()
+        return {name: self.ranks.whole(t) if name in spread else t for name, t in self.state_dict().items()}
 
     def load_whole_state(self, state: dict[str, torch.Tensor]) -> None:
         """The inverse of whole_state."""
-        spread = {id(p) for p in self.spread_parameters()}
-        names = {name for name, p in self.named_parameters() if id(p) in spread}
-        experts, E = self.local_experts, self.num_experts
-        self.load_state_dict({n: self.ranks.part(t, experts, E) if n in names else t for n, t in state.items()})
+        spread = self.spread_parameters()
+        self.load_state_dict({name: self.own_experts(t) if name in spread else t for name, t in state.items()})
 
     def expert_parameters(self) -> list[nn.Parameter]:
         """Of routed and shared experts: those whose gradients a moelith.MoE can add to a float32 main gradient."""

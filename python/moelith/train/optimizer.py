@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from .model import LanguageModel
-from .ranks import Ranks
 
 BETAS = (0.9, 0.95)
 EPS = 1e-8
@@ -29,18 +28,17 @@ class Optimizer:
     is updated; the model gets it back rounded. The gradients of narrow expert weights are float32 too (main gradients).
     Matrices decay; vectors (norms, biases) do not."""
 
-    def __init__(self, model: LanguageModel, ranks: Ranks):
-        self.ranks = ranks
+    def __init__(self, model: LanguageModel):
+        self.model, self.ranks = model, model.ranks
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
-        self.local_experts, self.num_experts = model.local_experts, model.num_experts
         self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
         for parameter in model.expert_parameters():
             if parameter.dtype != torch.float32:
                 parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
-        spread = {id(parameter) for parameter in model.spread_parameters()}
-        self.spread = [id(parameter) in spread for parameter in self.parameters]
+        spread = model.spread_parameters()
+        self.spread = [name in spread for name in self.names]
         matrices = [m for p, m in zip(self.parameters, self.masters) if p.ndim >= 2]
         vectors = [m for p, m in zip(self.parameters, self.masters) if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
@@ -103,7 +101,7 @@ class Optimizer:
                 if value is None:
                     continue
                 if spread and value.ndim:
-                    value = self.ranks.part(value, self.local_experts, self.num_experts)
+                    value = self.model.own_experts(value)
                 if what != "step" and value.shape != parameter.shape:
                     raise ValueError(f"{name}.{what} has shape {list(value.shape)}, the model {list(parameter.shape)}")
                 if what == "master":

@@ -17,13 +17,6 @@ import moelith
 from .errors import TrainError
 
 
-def start_ranks(ep: int | None, device: torch.device) -> "Ranks":
-    """As torchrun started this process, or a run of one. ep: processes of an EP group."""
-    if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    return Ranks.from_environment(ep, device)
-
-
 class Ranks:
     """One process of a run. The default is a run of one."""
 
@@ -37,6 +30,8 @@ class Ranks:
     def from_environment(ep: int | None, device: torch.device) -> "Ranks":
         """As torchrun started this process; ep: the size of an EP group, None: as large as the device allows."""
         ranks = Ranks()
+        if device.type == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         ranks.world = int(os.environ.get("WORLD_SIZE", "1"))
         largest = ranks.world if device.type == "cpu" else 1
         ep = largest if ep is None else ep
@@ -130,14 +125,6 @@ class Ranks:
         parts = [None] * self.ep_size
         dist.all_gather_object(parts, local, self._ep)
         return torch.cat(parts)
-
-    def part(self, whole: torch.Tensor, local_experts: list[int], num_experts: int) -> torch.Tensor:
-        """[E, ..] -> [local experts, ..] of this rank."""
-        if self.ep_size == 1:
-            return whole
-        if whole.shape[0] != num_experts:
-            raise ValueError(f"{whole.shape[0]} experts, where the model has {num_experts}")
-        return whole[local_experts]
 
     def close(self) -> None:
         if self.world > 1:
