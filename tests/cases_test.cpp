@@ -12,6 +12,7 @@
 #include "routing/token_order.hpp"
 #include "schedule/tile_order.hpp"
 #include "tests/call.hpp"
+#include "tests/one_unit.hpp"
 
 namespace moelith {
 namespace {
@@ -64,7 +65,6 @@ bool all_are(const std::vector<double>& values, double expected) {
 }
 
 // ---- R: routing
-// ------------------------------------------------------------------------------------------------------
 
 TEST(Cases, R1_NaNLogitsStayInTheirRow) {
   for (const RouterKind kind : {RouterKind::softmax_topk, RouterKind::topk_softmax, RouterKind::sigmoid}) {
@@ -174,7 +174,6 @@ TEST(Cases, A2_SequenceLossOfMicroBatches) {
 }
 
 // ---- D: dispatch and addresses
-// ---------------------------------------------------------------------------------------
 
 TEST(Cases, D1_EmptySlots) {
   const std::vector<std::int32_t> ids{0, -1, -1, 1, 1, 0, -1, -1};
@@ -451,7 +450,6 @@ TEST(Cases, D3_BufferOffsets) {
 }
 
 // ---- G: gradients and products
-// ---------------------------------------------------------------------------------------
 
 TEST(Cases, G1_ExpertsWithoutTokens) {
   const std::vector<std::int64_t> counts{162, 0, 2577, 446, 0, 83};
@@ -704,29 +702,9 @@ TEST(Cases, G6_ALongExpert) {
 }
 
 // ---- F: formulas
-// -----------------------------------------------------------------------------------------------------
 
-struct OneUnit {
-  double value, d_gate, d_up;
-};
-// A dense layer whose unit 0 sees (gate, up) and is passed on as y[0] alone; and its gradients.
 OneUnit one_unit(const ActivationConfig& activation, double gate, double up, DataType dtype) {
-  LayerConfig c = plain(8, 8, 1, 1, dtype);
-  c.activation = activation;
-  Problem p;
-  p.config = c;
-  p.inputs.tokens = 1;
-  p.inputs.x = {1, 0, 0, 0, 0, 0, 0, 0};
-  p.inputs.topk_ids = {0};
-  p.inputs.topk_weights = {1};
-  p.weights.gate_up_proj.assign(16 * 8, 0.0);
-  p.weights.gate_up_proj[0] = gate;
-  p.weights.gate_up_proj[8 * 8] = up;
-  p.weights.down_proj.assign(8 * 8, 0.0);
-  p.weights.down_proj[0] = 1;
-  p.upstream.y = {1, 0, 0, 0, 0, 0, 0, 0};
-  const Results r = run(p, {});
-  return {r.at("y")[0], r.at("d_gate_up_proj")[0], r.at("d_gate_up_proj")[8 * 8]};
+  return test::one_unit(activation, gate, up, dtype, [](const Problem& p) { return run(p, {}); });
 }
 
 TEST(Cases, F2_ClampedSwiGLU) {
@@ -785,7 +763,6 @@ TEST(Cases, F4_ExtremePreActivations) {
 }
 
 // ---- E: several ranks
-// ------------------------------------------------------------------------------------------------
 
 TEST(Cases, E1_OddUnequalAndNoTokens) {
   const LayerConfig c = plain(16, 8, 8, 2, DataType::bfloat16);
@@ -996,7 +973,6 @@ TEST(Cases, E1_EmptyTensorsMayHaveNoAddress) {
 }
 
 // ---- N, S: sizes and the tests themselves
-// ----------------------------------------------------------------------------
 
 TEST(Cases, N1_OutputsAreOfOrderOne) {
   Random random(71);

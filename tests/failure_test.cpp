@@ -2,6 +2,7 @@
 #include <chrono>
 
 #include "tests/call.hpp"
+#include "tests/outcome.hpp"
 
 namespace moelith {
 namespace {
@@ -17,21 +18,6 @@ LayerConfig small_config() {
   c.top_k = 2;
   c.dtype = DataType::float32;
   return c;
-}
-
-// What a call ended with.
-struct Outcome {
-  Status status = Status::ok;
-  std::string text;
-};
-template <class F>
-Outcome outcome_of(F call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return {error.status(), error.what()};
-  }
-  return {};
 }
 
 bool is_filled_with_nan_bits(const Buffer& buffer, std::uint64_t bytes) {

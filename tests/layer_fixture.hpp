@@ -582,6 +582,38 @@ inline void expect_identical(const Results& a, const Results& b, const std::stri
   }
 }
 
+// Without what joins the tokens of a batch, losses and a capacity: results of a token depend on it alone.
+inline LayerConfig tokens_apart(LayerConfig config) {
+  config.router.aux_loss = AuxLossKind::none;
+  config.router.z_loss_coefficient = 0;
+  config.router.capacity_factor = 0;
+  return config;
+}
+
+// Of a problem whose config is tokens_apart: each of these tokens alone has bit for bit the rows that it has among all.
+// run_problem(Problem) -> Results.
+template <class Run>
+void expect_tokens_alone_have_their_rows(const Problem& p, std::initializer_list<std::int64_t> tokens, Run run_problem) {
+  const Results all = run_problem(p);
+  for (const std::int64_t t : tokens) {
+    Problem alone = p;
+    alone.inputs.tokens = 1;
+    auto row = [t](std::vector<double>& values, std::int64_t columns) {
+      if (!values.empty()) values = {values.begin() + t * columns, values.begin() + (t + 1) * columns};
+    };
+    row(alone.inputs.x, p.config.hidden_size);
+    row(alone.inputs.router_logits, p.config.num_experts);
+    row(alone.inputs.shared_gate_logits, std::int64_t(p.config.shared_experts.size()));
+    row(alone.upstream.y, p.config.hidden_size);
+    const Results single = run_problem(alone);
+    for (const char* name : {"y", "dx", "d_router_logits"}) {
+      std::vector<double> expected = all.at(name);
+      row(expected, std::int64_t(expected.size()) / p.inputs.tokens);
+      EXPECT_EQ(single.at(name), expected) << name << " of token " << t;
+    }
+  }
+}
+
 // Largest error over a tensor, of a row of y or dx relative to that row, and of a row of any other gradient relative to
 // the tensor's rows: one token's small derivative or a routing gradient may have cancelled (reference/compare.hpp).
 struct Tolerance {

@@ -120,10 +120,7 @@ TEST(Determinism, SameBitsForAnyWorkersOrderAndTileWidth) {
 TEST(Determinism, SameBitsForAnyNumberOfRanks) {
   Random random(13);
   for (int n = 0; n < 10; ++n) {
-    LayerConfig config = random_config(random, n % 2 ? DataType::bfloat16 : DataType::float32);
-    config.router.aux_loss = AuxLossKind::none;
-    config.router.z_loss_coefficient = 0;
-    config.router.capacity_factor = 0;
+    const auto config = tokens_apart(random_config(random, n % 2 ? DataType::bfloat16 : DataType::float32));
     const std::int64_t tokens = 130 + static_cast<std::int64_t>(random() % 100);
     const Problem p = random_problem(config, tokens, random());
     const Results one = run(p, {});
@@ -166,29 +163,9 @@ TEST(Ranks, MatchTheReferenceWithLosses) {
 TEST(Determinism, ATokenAloneHasTheSameRow) {
   Random random(19);
   for (int n = 0; n < 6; ++n) {
-    LayerConfig config = random_config(random, n % 2 ? DataType::bfloat16 : DataType::float32);
-    config.router.aux_loss = AuxLossKind::none;
-    config.router.z_loss_coefficient = 0;
-    config.router.capacity_factor = 0;
-    const Problem p = random_problem(config, 70, random());
-    const Results all = run(p, {});
-    for (std::int64_t t : {0, 33, 69}) {
-      Problem alone = p;
-      alone.inputs.tokens = 1;
-      auto row = [t](std::vector<double>& values, std::int64_t columns) {
-        if (!values.empty()) values = {values.begin() + t * columns, values.begin() + (t + 1) * columns};
-      };
-      row(alone.inputs.x, config.hidden_size);
-      row(alone.inputs.router_logits, config.num_experts);
-      row(alone.inputs.shared_gate_logits, std::int64_t(config.shared_experts.size()));
-      row(alone.upstream.y, config.hidden_size);
-      const Results single = run(alone, {});
-      for (const char* name : {"y", "dx", "d_router_logits"}) {
-        std::vector<double> expected = all.at(name);
-        row(expected, std::int64_t(expected.size()) / 70);
-        EXPECT_EQ(single.at(name), expected) << name << " of token " << t;
-      }
-    }
+    const auto config = tokens_apart(random_config(random, n % 2 ? DataType::bfloat16 : DataType::float32));
+    expect_tokens_alone_have_their_rows(random_problem(config, 70, random()), {0, 33, 69},
+                                        [](const Problem& p) { return run(p, {}); });
   }
 }
 

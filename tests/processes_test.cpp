@@ -6,7 +6,8 @@
 #include <random>
 #include <thread>
 
-#include "tests/layer_fixture.hpp"
+#include "tests/call.hpp"
+#include "tests/outcome.hpp"
 
 // Not under ThreadSanitizer, which neither follows a fork nor sees memory of several processes.
 #if !defined(__SANITIZE_THREAD__)
@@ -15,15 +16,11 @@ namespace moelith::test {
 namespace {
 
 using std::chrono::milliseconds;
-using std::chrono::steady_clock;
 
 TEST(Processes, SameBitsForAnyNumberOfRanks) {
   Random random(29);
   for (int n = 0; n < 4; ++n) {
-    LayerConfig config = random_config(random, n % 2 ? DataType::bfloat16 : DataType::float32);
-    config.router.aux_loss = AuxLossKind::none;
-    config.router.z_loss_coefficient = 0;
-    config.router.capacity_factor = 0;
+    const auto config = tokens_apart(random_config(random, n % 2 ? DataType::bfloat16 : DataType::float32));
     const Problem p = random_problem(config, 150, random());
     RunOptions options;
     options.processes = true;
@@ -57,41 +54,26 @@ TEST(Processes, NumbersOfPassesMayStartAnew) {
   }
 }
 
+LayerConfig small_config() {
+  LayerConfig c;
+  c.dtype = DataType::float32;
+  c.hidden_size = 64;
+  c.intermediate_size = 64;
+  c.num_experts = 8;
+  c.top_k = 2;
+  return c;
+}
+
 // A small layer of a rank, to be run again and again.
 class Rank {
  public:
-  Rank(const Group& group, std::int64_t tokens) : plan_(plan_of(group, tokens)) {
-    const LayerConfig c = config();
-    const auto l = static_cast<std::int64_t>(plan_.local_experts().size());
-    Random random(7);
-    auto filled = [&](std::initializer_list<std::int64_t> shape) {
-      Tensor& t = tensors_.emplace_back(c.dtype, shape);
-      t.set(normal(random, static_cast<std::size_t>(t.view.numel()), 0.5, c.dtype).data());
-      return t.view;
-    };
-    in_.x = up_.y = filled({tokens, c.hidden_size});
-    in_.router_logits = filled({tokens, c.num_experts});
-    in_.weights.gate_up_proj = filled({l, 2 * c.intermediate_size, c.hidden_size});
-    in_.weights.down_proj = filled({l, c.hidden_size, c.intermediate_size});
-    out_.y = gradients_.x = filled({tokens, c.hidden_size});
-    gradients_.weights.down_proj.tensor = filled({l, c.hidden_size, c.intermediate_size});
-    const auto sizes = plan_.buffer_sizes(tokens);
-    saved_ = Buffer(sizes.saved);
-    workspace_ = Buffer(sizes.workspace);
-  }
+  Rank(const Group& group, std::int64_t tokens)
+      : problem_(random_problem(small_config(), tokens, 7)),
+        plan_(plan_of(group, tokens)),
+        call_(problem_, plan_, 0, tokens) {}
   void iterate() {
-    plan_.forward(in_, out_, saved_.data(), workspace_.data());
-    plan_.backward(in_, saved_.data(), up_, gradients_, workspace_.data());
-  }
-
-  static LayerConfig config() {
-    LayerConfig c;
-    c.dtype = DataType::float32;
-    c.hidden_size = 64;
-    c.intermediate_size = 64;
-    c.num_experts = 8;
-    c.top_k = 2;
-    return c;
+    call_.forward();
+    call_.backward();
   }
 
  private:
@@ -100,36 +82,12 @@ class Rank {
     options.max_tokens = tokens;
     options.workers = 1;
     options.group = group;
-    return Plan::create(config(), options);
+    return Plan::create(small_config(), options);
   }
-  Plan plan_;
-  std::deque<Tensor> tensors_;
-  Inputs in_;
-  Outputs out_;
-  OutputGradients up_;
-  InputGradients gradients_;
-  Buffer saved_, workspace_;
+  const Problem problem_;
+  const Plan plan_;
+  Call call_;
 };
-
-// The error that a call ends with, after how many milliseconds; an empty text: none.
-struct Outcome {
-  Status status = Status::ok;
-  std::string text;
-  double took = 0;
-};
-template <class F>
-Outcome outcome_of(F call) {
-  Outcome outcome;
-  const auto begin = steady_clock::now();
-  try {
-    call();
-  } catch (const Error& error) {
-    outcome.status = error.status();
-    outcome.text = error.what();
-  }
-  outcome.took = std::chrono::duration<double, std::milli>(steady_clock::now() - begin).count();
-  return outcome;
-}
 
 std::vector<std::string> left_in_shared_memory() {
   std::vector<std::string> names;
@@ -187,7 +145,7 @@ TEST(Processes, ARankThatNeverComesIsNamed) {
   const auto ended = fork_ranks(3, [&](int r) -> std::string {
     if (r == 1) return "";
     const Outcome outcome = outcome_of([&] { Group::process(name, r, 3, milliseconds(300)); });
-    return outcome.took < 5000 ? outcome.text : "late: " + outcome.text;
+    return outcome.took < milliseconds(5000) ? outcome.text : "late: " + outcome.text;
   });
   for (int r : {0, 2}) {
     EXPECT_TRUE(ended[r].returned);

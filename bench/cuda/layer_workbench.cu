@@ -15,6 +15,7 @@
 
 #include "moelith/layer.hpp"
 #include "numerics/bfloat16.hpp"
+#include "uniform.cuh"
 
 using namespace moelith;
 
@@ -28,13 +29,6 @@ void check(cudaError_t status, const char* what) {
 
 std::vector<void*> owned;
 
-__device__ float uniform(std::uint64_t n) {  // in (-1, 1)
-  n += 0x9e3779b97f4a7c15ull;
-  n = (n ^ (n >> 30)) * 0xbf58476d1ce4e5b9ull;
-  n = (n ^ (n >> 27)) * 0x94d049bb133111ebull;
-  n ^= n >> 31;
-  return (float(n >> 40) + 0.5f) * (2.0f / 16777216.0f) - 1.0f;
-}
 template <class T>
 __global__ void fill(T* p, std::int64_t count, float scale, std::uint64_t seed) {
   for (std::int64_t i = blockIdx.x * std::int64_t(blockDim.x) + threadIdx.x; i < count; i += std::int64_t(gridDim.x) * blockDim.x) {

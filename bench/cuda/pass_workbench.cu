@@ -25,6 +25,7 @@
 #include "executors/cuda/naive.hpp"
 #include "executors/cuda/pass_data.hpp"
 #include "moelith/tensor.hpp"
+#include "uniform.cuh"
 
 using namespace moelith;
 using namespace moelith::executors::cuda;
@@ -53,13 +54,6 @@ struct Memory {
   }
 };
 
-__device__ float uniform(std::uint64_t n) {  // in (-1, 1)
-  n += 0x9e3779b97f4a7c15ull;
-  n = (n ^ (n >> 30)) * 0xbf58476d1ce4e5b9ull;
-  n = (n ^ (n >> 27)) * 0x94d049bb133111ebull;
-  n ^= n >> 31;
-  return (float(n >> 40) + 0.5f) * (2.0f / 16777216.0f) - 1.0f;
-}
 // Roughly normal, of the given deviation.
 __global__ void fill(bfloat16* p, std::size_t count, float deviation, std::uint64_t seed) {
   for (std::size_t i = blockIdx.x * std::size_t(blockDim.x) + threadIdx.x; i < count;

@@ -3,6 +3,7 @@
 
 #include "numerics/activation.hpp"
 #include "tests/layer_fixture_gpu.cuh"
+#include "tests/one_unit.hpp"
 
 namespace moelith {
 namespace {
@@ -339,27 +340,8 @@ TEST(CudaCases, C2_AWholeIterationIsCaptured) {
 
 // --- F: formulas -----------------------------------------------------------------------------------------------------
 
-struct OneUnit {
-  double value, d_gate, d_up;
-};
-// A dense layer whose unit 0 sees (gate, up) and is passed on as y[0] alone; and its gradients.
 OneUnit one_unit(const ActivationConfig& activation, double gate, double up) {
-  LayerConfig c = plain(8, 8, 1, 1);
-  c.activation = activation;
-  Problem p;
-  p.config = c;
-  p.inputs.tokens = 1;
-  p.inputs.x = {1, 0, 0, 0, 0, 0, 0, 0};
-  p.inputs.topk_ids = {0};
-  p.inputs.topk_weights = {1};
-  p.weights.gate_up_proj.assign(16 * 8, 0.0);
-  p.weights.gate_up_proj[0] = gate;
-  p.weights.gate_up_proj[8 * 8] = up;
-  p.weights.down_proj.assign(8 * 8, 0.0);
-  p.weights.down_proj[0] = 1;
-  p.upstream.y = {1, 0, 0, 0, 0, 0, 0, 0};
-  const Results r = run_gpu(p);
-  return {r.at("y")[0], r.at("d_gate_up_proj")[0], r.at("d_gate_up_proj")[8 * 8]};
+  return test::one_unit(activation, gate, up, DataType::bfloat16, [](const Problem& p) { return run_gpu(p); });
 }
 
 struct InFloat {

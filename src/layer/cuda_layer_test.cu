@@ -306,29 +306,9 @@ TEST(CudaLayer, SameBitsBesideAKernelThatHoldsSMs) {
 TEST(CudaLayer, ATokenAloneHasTheSameRow) {
   Random random(19);
   for (int n = 0; n < 4; ++n) {
-    LayerConfig config = random_config(random, DataType::bfloat16);
-    config.router.aux_loss = AuxLossKind::none;
-    config.router.z_loss_coefficient = 0;
-    config.router.capacity_factor = 0;
-    const Problem p = random_problem(config, 170, random());
-    const Results all = run_gpu(p);
-    for (std::int64_t t : {0, 33, 169}) {
-      Problem alone = p;
-      alone.inputs.tokens = 1;
-      auto row = [t](std::vector<double>& values, std::int64_t columns) {
-        if (!values.empty()) values = {values.begin() + t * columns, values.begin() + (t + 1) * columns};
-      };
-      row(alone.inputs.x, config.hidden_size);
-      row(alone.inputs.router_logits, config.num_experts);
-      row(alone.inputs.shared_gate_logits, std::int64_t(config.shared_experts.size()));
-      row(alone.upstream.y, config.hidden_size);
-      const Results single = run_gpu(alone);
-      for (const char* name : {"y", "dx", "d_router_logits"}) {
-        std::vector<double> expected = all.at(name);
-        row(expected, std::int64_t(expected.size()) / 170);
-        EXPECT_EQ(single.at(name), expected) << name << " of token " << t;
-      }
-    }
+    const auto config = tokens_apart(random_config(random, DataType::bfloat16));
+    expect_tokens_alone_have_their_rows(random_problem(config, 170, random()), {0, 33, 169},
+                                        [](const Problem& p) { return run_gpu(p); });
   }
 }
 

@@ -173,7 +173,6 @@ std::vector<Rank> make_ranks(const Routing& routing, const Sizes& sizes, std::in
 }
 
 // ---- the tiles that must be there
-// ------------------------------------------------------------------------------------
 
 using Key = std::tuple<int, std::int64_t, std::int64_t, std::int64_t>;
 Key key_of(const Tile& tile) { return {int(tile.stage), tile.expert, tile.row_block, tile.column_block}; }
@@ -223,7 +222,6 @@ std::vector<Key> expected_tiles(const Routing& routing, const Rank& rank) {
 }
 
 // ---- what tiles read and write
-// ---------------------------------------------------------------------------------------
 
 // How often each element of a matrix was written; columns in units of 8, since every width and tile is a multiple of
 // it.
@@ -483,7 +481,6 @@ class Oracle {
 };
 
 // ---- running a pass
-// --------------------------------------------------------------------------------------------------
 
 struct Machine {
   std::vector<Rank>& ranks;
@@ -744,7 +741,6 @@ TEST(Schedule, EveryChoiceOfGradients) {
 }
 
 // ---- by hand
-// ---------------------------------------------------------------------------------------------------------
 
 std::string names_of(const std::vector<Tile>& tiles) {
   std::string all;

@@ -20,12 +20,11 @@ inline schedule::TileShape choose_tiles(std::int64_t rows, std::int64_t experts,
   constexpr std::int64_t tiles_per_worker = 16;
   schedule::TileShape tile;
   const std::int64_t rows_of_expert = schedule::ceil_div(rows, experts);
-  // Tiles of the stage with the fewest of them.
-  auto tiles = [&](std::int64_t row_block, std::int64_t tile_columns) {
-    return experts * schedule::ceil_div(rows_of_expert, row_block) * schedule::ceil_div(hidden_size, tile_columns);
-  };
+  // Whether the stage with the fewest tiles has enough of them.
   auto enough = [&](std::int64_t row_block, std::int64_t tile_columns) {
-    return tiles(row_block, tile_columns) >= tiles_per_worker * workers;
+    const std::int64_t tiles =
+        experts * schedule::ceil_div(rows_of_expert, row_block) * schedule::ceil_div(hidden_size, tile_columns);
+    return tiles >= tiles_per_worker * workers;
   };
   if (columns > 0) {
     tile.columns = columns;

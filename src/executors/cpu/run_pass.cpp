@@ -97,15 +97,7 @@ class Run {
 
   // After all workers have stopped.
   void conclude() {
-    if (error_) {
-      std::string reason = "unknown error";
-      try {
-        std::rethrow_exception(error_);
-      } catch (const std::exception& e) { reason = e.what(); } catch (...) {
-      }
-      transport_.fail(reason);
-      std::rethrow_exception(error_);
-    }
+    if (error_) transport_.collective([this] { std::rethrow_exception(error_); });
     if (!counters_.arrivals) {
       auto* mine = transport_.arrivals(pass_.sizes.rank);
       for (std::int64_t i = 0; i < map_.arrivals_size; ++i)

@@ -17,6 +17,7 @@
 #include "moelith/group.hpp"
 #include "moelith/tensor.hpp"
 #include "schedule/tile_order.hpp"
+#include "tests/outcome.hpp"
 #include "transport/transport.hpp"
 
 namespace moelith::executors::cpu {
@@ -24,8 +25,9 @@ namespace {
 
 using schedule::Stage;
 using schedule::Tile;
+using test::Outcome;
+using test::outcome_of;
 using std::chrono::milliseconds;
-using Clock = std::chrono::steady_clock;
 
 // One rank's pass over 2 experts a rank, T tokens a rank of which each goes to every expert; and its counters.
 struct Rank {
@@ -77,29 +79,6 @@ struct Rank {
     }
   }
 };
-
-// What a rank's calls came to.
-struct Outcome {
-  Status status = Status::ok;
-  std::string text;
-  milliseconds took{0};
-};
-template <class F>
-Outcome outcome_of(F call) {
-  Outcome outcome;
-  const auto begin = Clock::now();
-  try {
-    call();
-  } catch (const Error& error) {
-    outcome.status = error.status();
-    outcome.text = error.what();
-  } catch (const std::exception& error) {
-    outcome.status = Status::internal;
-    outcome.text = error.what();
-  }
-  outcome.took = std::chrono::duration_cast<milliseconds>(Clock::now() - begin);
-  return outcome;
-}
 
 constexpr milliseconds limit{300};
 // A busy machine may be late; a wait without bound would last for ever.

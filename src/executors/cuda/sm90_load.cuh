@@ -263,7 +263,6 @@ __device__ __forceinline__ void describe_tiles(SharedMemory<N>& shared, int lane
 }
 
 // --- warps 1 and 2: the copy engine
-// ------------------------------------------------------------------------------------
 
 // Rows on their way through a stage of the ring.
 template <int N>
