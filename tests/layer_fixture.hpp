@@ -627,6 +627,14 @@ inline Tolerance tolerance(DataType type) {
   }
 }
 
+inline double magnitude(const std::vector<double>& values) {
+  double most = 0.0;
+  for (double v : values) most = std::max(most, std::abs(v));
+  return most;
+}
+// What may be left of a gradient that is zero in truth (a router over one expert, or one that takes them all).
+inline double rounding_of_zero(DataType dtype) { return dtype == DataType::float64 ? 1e-13 : 1e-7; }
+
 // Every result against the fp64 reference on the same inputs.
 inline void expect_right(const Problem& p, const Results& results, const RunOptions& options, const std::string& what) {
   const auto& c = p.config;
@@ -641,15 +649,8 @@ inline void expect_right(const Problem& p, const Results& results, const RunOpti
     if (found == results.end()) return;
     ASSERT_EQ(found->second.size(), reference.size()) << what << ": " << name;
     if (reference.empty()) return;
-    // A gradient that is zero in truth (a router over one expert) is the reference's own rounding there.
-    const auto largest = [](const std::vector<double>& values) {
-      double most = 0.0;
-      for (double v : values) most = std::max(most, std::abs(v));
-      return most;
-    };
-    constexpr double rounding = 1e-13;
-    if (largest(reference) <= rounding) {
-      EXPECT_LE(largest(found->second), c.dtype == DataType::float64 ? rounding : 1e-7) << what << ": " << name << ", which is zero";
+    if (magnitude(reference) <= rounding_of_zero(DataType::float64)) {  // the reference's own rounding
+      EXPECT_LE(magnitude(found->second), rounding_of_zero(c.dtype)) << what << ": " << name << ", which is zero";
       return;
     }
     const bool of_tokens = name == "y" || name == "dx";

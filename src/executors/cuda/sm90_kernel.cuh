@@ -126,8 +126,8 @@ __device__ __forceinline__ void compute_tiles(SharedMemory<N>& shared, int group
       }
       __threadfence();
       raise_signals<N>(shared, work);
-      barrier_arrive(shared_address(&shared.work_empty[position.slot]));
     }
+    barrier_arrive(shared_address(&shared.work_empty[position.slot]));
     position.next();
     position.next();
   }
@@ -146,10 +146,10 @@ __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ P
       barrier_init(shared_address(&shared.empty[s]), empty_arrivals);
     }
     for (int w = 0; w < Shape::works; ++w) {
-      barrier_init(shared_address(&shared.work_full[w]), 1);
+      barrier_init(shared_address(&shared.work_full[w]), work_full_arrivals);
       barrier_init(shared_address(&shared.work_empty[w]), work_empty_arrivals);
       barrier_init(shared_address(&shared.mail_full[w]), 1);
-      barrier_init(shared_address(&shared.mail_empty[w]), cluster_blocks);
+      barrier_init(shared_address(&shared.mail_empty[w]), mail_empty_arrivals);
     }
     fence_barrier_init();
   }
@@ -161,6 +161,17 @@ __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ P
   };
   copy(shared.data_copy, p.data);
   copy(shared.map_copy, p.counter_map);
+  const schedule::Layout& layout = p.data.pass.layout;
+  const std::int32_t experts = p.data.pass.sizes.local_experts;
+  const std::int64_t header = schedule::Layout::header_length(1, experts);
+  if (header <= SharedMemory<N>::header_room) {
+    for (int i = thread; i < header; i += threads) shared.header[i] = layout.valid_tokens[i];
+    __syncthreads();
+    if (thread == 0) {
+      reinterpret_cast<PassData*>(shared.data_copy)->pass.layout =
+          schedule::Layout::at(shared.header, layout.row_route, 1, experts);
+    }
+  }
   cluster_sync();
   pack_first_rows(shared.data(), shared.map(), thread % 32);
   __syncthreads();

@@ -200,8 +200,7 @@ __device__ __forceinline__ void describe_tiles(SharedMemory<N>& shared, int lane
     if (ends == 0) {
       barrier_wait_in_cluster(shared_address(&shared.mail_full[mail.slot]), mail.parity);
       index = *const_cast<volatile std::int64_t*>(&shared.mail[mail.slot]);
-      __syncwarp();
-      if (lane == 0) barrier_arrive_in_cluster(address_in(0, shared_address(&shared.mail_empty[mail.slot])));
+      barrier_arrive_in_cluster(address_in(0, shared_address(&shared.mail_empty[mail.slot])));
       mail.next();
     }
     schedule::Tile tile{};
@@ -234,6 +233,17 @@ __device__ __forceinline__ void describe_tiles(SharedMemory<N>& shared, int lane
       }
       __syncwarp();
       step += work.k_steps + work.pack_steps;
+      if (work.pack_steps > 0) {  // they will be wanted in L2
+        const std::uint32_t bytes = static_cast<std::uint32_t>(data.pass.sizes.hidden_size) * 2;
+        for (int i = lane; i < work.pack_rows; i += 32) {
+          const std::int64_t token =
+              static_cast<unsigned>(data.pass.layout.row_route[work.pack_row + i * cluster_blocks]) /
+              static_cast<unsigned>(data.pass.sizes.top_k);
+          if (data.packed_x) bulk_prefetch(data.x + token * data.x_stride, bytes);
+          if (data.packed_dy) bulk_prefetch(data.dy + token * data.dy_stride, bytes);
+        }
+        __syncwarp();
+      }
       if (has_rows) {
 #pragma unroll
         for (int i = 0; i < rows_per_tile / 32; ++i) {
@@ -242,8 +252,8 @@ __device__ __forceinline__ void describe_tiles(SharedMemory<N>& shared, int lane
         }
       }
     }
+    barrier_arrive(shared_address(&shared.work_full[position.slot]));
     __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&shared.work_full[position.slot]));
     position.next();
   }
   // Counters are clean again once every block has stopped using them.
@@ -398,8 +408,8 @@ __device__ __forceinline__ void load_a(const Parameters& p, SharedMemory<N>& sha
     const LoadJob job(work);
     const int pack_block = work.pack_block;
     packing.row = work.pack_row, packing.rows = work.pack_rows;
+    barrier_arrive(shared_address(&shared.work_empty[position.slot]));
     __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&shared.work_empty[position.slot]));
     position.next();
     if (job.last) break;
     fence_async_all();  // what the tile waited for was written by ordinary stores
@@ -448,8 +458,8 @@ __device__ __forceinline__ void load_b(const Parameters& p, SharedMemory<N>& sha
     barrier_wait(shared_address(&shared.work_full[position.slot]), position.parity);
     const Work& work = shared.work[position.slot];
     const LoadJob job(work);
+    barrier_arrive(shared_address(&shared.work_empty[position.slot]));
     __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&shared.work_empty[position.slot]));
     position.next();
     if (job.last) break;
     fence_async_all();

@@ -102,17 +102,27 @@ struct SharedMemory {
     return *reinterpret_cast<const schedule::CounterMap*>(map_copy);
   }
 
+  // The layout's arrays, if there is room for them: what decodes tiles reads them one element after the other, and each
+  // acquiring load empties the first-level cache.
+  static constexpr int header_room = 640;
+  std::int64_t header[header_room];
+
   std::uint32_t moment[2][4];  // of the timeline: what would otherwise take registers of the computing warps
 };
 template <int N>
 inline constexpr int shared_bytes = sizeof(SharedMemory<N>);
+static_assert(shared_bytes<128> <= 232448 && shared_bytes<192> <= 232448);
 
 // Arrivals that complete a phase.
 inline constexpr int full_arrivals = 2;  // the loading warps
 inline constexpr int empty_arrivals =
     (4 + 1) * cluster_blocks;                      // the warps of the warpgroups that used the stage, and the
                                                    // packing warps, which may have rows there to write out
-inline constexpr int work_empty_arrivals = 2 + 1;  // the loading warps, the computing warpgroup
+// Descriptions of tiles are read and written by ordinary accesses, and whoever made one arrives for itself: a warp that
+// let one lane speak for all would save nothing that can be measured, and tools that look for races could not follow.
+inline constexpr int work_full_arrivals = 32;                          // the warp that describes tiles
+inline constexpr int work_empty_arrivals = 2 * 32 + consumer_threads;  // the loading warps, the computing warpgroup
+inline constexpr int mail_empty_arrivals = 32 * cluster_blocks;        // the warps that describe tiles
 
 // Hardware barriers (0 is __syncthreads). turn + w: warpgroup w may multiply; own + w: the warps of w among themselves.
 inline constexpr int barrier_turn = 1, barrier_own = 3, barrier_end = 5;
