@@ -5,7 +5,8 @@
 Rivals: transformers' OLMoE block with each of its experts implementations that runs on the CPU, and oneDNN called in a
 loop for the experts' matrix products alone (bench/onednn_experts.cpp). Ours is measured twice: the whole block, whose
 router's linear layer is PyTorch's, beside transformers' block; and from router logits on, beside oneDNN's loop, which has
-no router. Measurements take turns, a round each, since a shared machine's speed moves; medians over rounds. Correctness
+no router. Memory that was freed stays with the process, for all alike: else a backward pass that gives back and asks
+anew for the memory of all its gradients spends a third of its time on page faults. Measurements take turns, a round each, since a shared machine's speed moves; medians over rounds. Correctness
 first: our block's output and input gradient must be within
 5e-2 of transformers' own in float32. Writes bench/results/cpu_layer.json.
 """
@@ -34,6 +35,7 @@ SHAPES = {  # name: (hidden_size, intermediate_size, num_experts, top_k, tokens)
     "small": (512, 256, 64, 8, 2048),
 }
 LONG_MS = 10_000
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}  # of glibc
 FROM_LOGITS = "moelith from router logits"
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 
@@ -170,6 +172,8 @@ def main():
     parser.add_argument("--shape", choices=SHAPES, action="append")
     parser.add_argument("--output", type=pathlib.Path, default=ROOT / "bench/results/cpu_layer.json")
     arguments = parser.parse_args()
+    if any(name not in os.environ for name in KEEP_MEMORY):  # read when a process starts
+        os.execve(sys.executable, [sys.executable, *sys.argv], KEEP_MEMORY | os.environ)
     torch.set_num_threads(arguments.threads)
     rows = [measure(name, SHAPES[name], arguments.threads, arguments.rounds, arguments.transformers_rounds) for name in arguments.shape or SHAPES]
     commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()

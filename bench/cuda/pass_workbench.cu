@@ -213,6 +213,7 @@ class Bench {
     check(cudaMallocHost(&error_, sizeof(PassError)), "error word");
     *error_ = PassError{};
     counters_ = memory_.get<unsigned long long>(counter_count());
+    tiles_ = memory_.get<std::byte>(sm90_tile_table_bytes(sizes_));
     check(cudaMemset(counters_, 0, counter_count() * 8), "counters");
   }
   ~Bench() { cudaFreeHost(error_); }
@@ -229,6 +230,7 @@ class Bench {
     PassData d = base_;
     d.pass.sizes = sizes_;
     d.error = error_;
+    d.tiles = tiles_;
     const auto map = schedule::CounterMap::of(sizes_);
     d.counters = {counters_, counters_ + map.local_size, counters_ + map.local_size + map.arrivals_size};
     run.forward = d;
@@ -399,6 +401,7 @@ class Bench {
   bfloat16 *x_ = nullptr, *dy_ = nullptr;
   PassError* error_ = nullptr;
   unsigned long long* counters_ = nullptr;
+  std::byte* tiles_ = nullptr;
 };
 
 double median_ms(const std::function<void()>& f, int repeats) {

@@ -140,6 +140,7 @@ struct Placement {
   BackwardWorkspace backward;
   // Behind them the routed rows of x (and dY) one after the other, as the copy engine reads them.
   std::uint64_t forward_packed_x, backward_packed_x, backward_packed_dy;
+  std::uint64_t forward_tiles, backward_tiles;  // the descriptions of all tiles
   schedule::CounterMap counters;
   BufferSizes sizes;
 };
@@ -202,15 +203,16 @@ class CudaLayer final : public DeviceLayer {
     };
     constexpr std::size_t none = ~std::size_t(0);
     auto place_list = [&](const std::vector<void*>& list) { return list.empty() ? none : place(list.data(), list.size() * sizeof(void*)); };
-    auto place_maps = [&](const std::vector<void*>& list, std::int64_t rows, std::int64_t columns, bool of_gate_up) {
+    auto place_maps = [&](const std::vector<void*>& list, auto&& make) {
       if (list.empty() || pointers.dtype != DataType::bfloat16) return none;
-      const auto maps = executors::cuda::sm90_expert_maps(list.data(), experts, rows, columns, of_gate_up);
+      const std::vector<std::byte> maps = make(list.data());
       return place(maps.data(), maps.size());
     };
+    const int factor = config_.activation.gated() ? 2 : 1;
     const std::size_t offsets[6] = {place_list(pointers.gate_up_proj), place_list(pointers.gate_up_bias),
                                     place_list(pointers.down_proj), place_list(pointers.down_bias),
-                                    place_maps(pointers.gate_up_proj, config_.gate_up_rows(i), h, true),
-                                    place_maps(pointers.down_proj, h, i, false)};
+                                    place_maps(pointers.gate_up_proj, [&](auto* list) { return executors::cuda::sm90_gate_up_maps(list, experts, factor, i, h); }),
+                                    place_maps(pointers.down_proj, [&](auto* list) { return executors::cuda::sm90_down_maps(list, experts, h, i); })};
     check_cuda(cudaMalloc(&made->memory, std::max<std::size_t>(bytes.size(), 64)), "memory of bound experts");
     check_cuda(cudaMemcpy(made->memory, bytes.data(), bytes.size(), cudaMemcpyHostToDevice), "copy of bound experts");
     auto at = [&](std::size_t offset) { return offset == none ? nullptr : static_cast<void*>(static_cast<std::byte*>(made->memory) + offset); };
@@ -245,6 +247,7 @@ class CudaLayer final : public DeviceLayer {
     data.counters = {at<unsigned long long>(workspace, scratch.local_counters), at<unsigned long long>(workspace, scratch.arrivals),
                      at<unsigned long long>(workspace, scratch.router_scratch)};
     data.packed_x = at<bfloat16>(workspace, place->forward_packed_x);
+    data.tiles = at<std::byte>(workspace, place->forward_tiles);
     auto& routed = data.groups[0];
     routed.activated = at<bfloat16>(workspace, scratch.activated);
     routed.pre_activation = keep ? at<bfloat16>(saved, kept.pre_activation) : nullptr;
@@ -329,6 +332,7 @@ class CudaLayer final : public DeviceLayer {
       const auto& sizes = data.pass.sizes;
       if (sizes.recompute || sizes.want_gate_up_wgrad) data.packed_x = at<bfloat16>(workspace, place->backward_packed_x);
       data.packed_dy = at<bfloat16>(workspace, place->backward_packed_dy);
+      data.tiles = at<std::byte>(workspace, place->backward_tiles);
       executors::cuda::sm90_run_pass(data, plan_.options.workers, stream);
     } else {
       zero_gradients(gradients, stream);
@@ -380,7 +384,10 @@ class CudaLayer final : public DeviceLayer {
     made->forward_packed_x = (made->forward.size + 255) / 256 * 256;
     made->backward_packed_x = (made->backward.size + 255) / 256 * 256;
     made->backward_packed_dy = made->backward_packed_x + packed;
-    made->sizes = {made->extras.size, std::max(made->forward_packed_x + packed, made->backward_packed_dy + packed),
+    made->forward_tiles = made->forward_packed_x + packed;
+    made->backward_tiles = made->backward_packed_dy + packed;
+    const std::uint64_t table = executors::cuda::sm90_tile_table_bytes(geometry.sizes);
+    made->sizes = {made->extras.size, std::max(made->forward_tiles, made->backward_tiles) + table,
                    made->kept.formula + ", and " + std::to_string(made->extras.size - made->kept.size) + " bytes of gates and counters"};
     placement_ = made;
     return made;

@@ -167,6 +167,7 @@ std::vector<Rank> make_ranks(const Routing& routing, const Sizes& sizes, std::in
     rank.counters[int(CounterArray::flags)].assign(rank.map.flags_size, 0);
     for (int a = 0; a < 3; ++a) rank.target[a].assign(rank.counters[a].size(), -1);
     const std::int64_t count = tile_count(rank.pass);
+    EXPECT_LE(count, max_tile_count(s));
     for (std::int64_t i = 0; i < count; ++i) rank.tiles.push_back(tile_at(rank.pass, i));
   }
   return ranks;

@@ -69,10 +69,9 @@ struct Pipeline {
 };
 
 // The pipelined stages of an expert slot's row blocks; `slot` may be any routed one, since they are alike.
-MOELITH_HD inline Pipeline pipeline_of(const Pass& pass, std::int32_t slot) {
-  const Sizes& sizes = pass.sizes;
+MOELITH_HD inline Pipeline pipeline_of(const Sizes& sizes, std::int32_t slot, std::int64_t blocks) {
   Pipeline p;
-  p.blocks = sizes.is_shared(slot) ? ceil_div(*pass.layout.valid_tokens, sizes.tile.row_block) : pass.routed_blocks();
+  p.blocks = blocks;
   p.group = sizes.tile.group_blocks;
   p.raster = sizes.tile.raster_blocks > 0 ? min_of(sizes.tile.raster_blocks, p.group) : p.group;
   const bool forward = sizes.direction == Direction::forward;
@@ -83,6 +82,12 @@ MOELITH_HD inline Pipeline pipeline_of(const Pass& pass, std::int32_t slot) {
   p.stage[2] = Stage::gate_up_dgrad;
   p.columns[2] = !forward && sizes.want_dx ? sizes.hidden_tiles() : 0;
   return p;
+}
+
+MOELITH_HD inline Pipeline pipeline_of(const Pass& pass, std::int32_t slot) {
+  const Sizes& sizes = pass.sizes;
+  return pipeline_of(sizes, slot,
+                     sizes.is_shared(slot) ? ceil_div(*pass.layout.valid_tokens, sizes.tile.row_block) : pass.routed_blocks());
 }
 
 // A routed tile of row block `block`, counted over all routed experts.
@@ -185,6 +190,18 @@ MOELITH_HD inline std::int64_t tile_count(const Pass& pass) {
   }
   if (sizes.local_experts > 0) count += pipeline_of(pass, 0).size();
   count += combine_tiles(sizes);
+  if (sizes.direction == Direction::backward) count += weight_gradient_tile_count(sizes);
+  return count;
+}
+
+// At most so many tiles, whatever the routing.
+inline std::int64_t max_tile_count(const Sizes& sizes) {
+  std::int64_t count = combine_tiles(sizes);
+  if (sizes.ranks > 1) count += ceil_div(sizes.tokens, sizes.chunk_tokens) + 1 + sizes.local_experts + sizes.ranks * sizes.max_chunks;
+  if (sizes.local_experts > 0) count += pipeline_of(sizes, 0, sizes.max_row_blocks).size();
+  for (std::int32_t s = 0; s < sizes.shared_experts; ++s) {
+    count += pipeline_of(sizes, sizes.local_experts + s, sizes.shared_row_blocks()).size();
+  }
   if (sizes.direction == Direction::backward) count += weight_gradient_tile_count(sizes);
   return count;
 }

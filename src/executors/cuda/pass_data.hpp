@@ -56,7 +56,8 @@ struct ExpertGroup {
   ExpertTensors gate_up_bias;  // [F I], or none
   ExpertTensors down_proj;     // [H, I]
   ExpertTensors down_bias;     // [H], or none
-  // Tensor maps of projections that lie apart, in device memory, as sm90_expert_maps makes them.
+  // Tensor maps of projections that lie apart, in device memory, as sm90_gate_up_maps and sm90_down_maps make
+  // them.
   const void* gate_up_maps = nullptr;
   const void* down_maps = nullptr;
   bfloat16* pre_activation = nullptr;    // [rows, F I]; null in a forward that saves nothing
@@ -72,8 +73,9 @@ struct ExpertGroup {
 struct PassCounters {
   unsigned long long* local = nullptr;     // [CounterMap::local_size]
   unsigned long long* arrivals = nullptr;  // [CounterMap::arrivals_size]
-  unsigned long long* control = nullptr;  // [control_counters]: next tile, blocks that have finished, next rows to pack
-  static constexpr int control_counters = 3;
+  unsigned long long* control = nullptr;   // [control_counters], by name:
+  static constexpr int next_tile = 0, finished_blocks = 1, next_first_rows = 2, next_description = 3, described = 4,
+                       control_counters = 5;
 };
 
 // Why a pass gave up, written to host-visible memory; stage -1: it did not.
@@ -92,6 +94,7 @@ struct TileEvent {
 struct PassData {
   schedule::Pass pass;  // ranks == 1
   PassCounters counters;
+  void* tiles = nullptr;       // sm90_tile_table_bytes(pass.sizes), aligned to 16: written and read by the pass
   PassError* error = nullptr;  // host-visible, or null
   unsigned long long wait_limit_ns = 10'000'000'000ull;
   TileEvent* trace = nullptr;  // [blocks, 2, trace_room], zeroed by the caller; null: no timeline
@@ -121,10 +124,15 @@ struct PassData {
 // blocks. The Layout of a call depends on row_block alone.
 schedule::TileShape sm90_tile_shape(int columns, int gate_up_factor);
 
-// Tensor maps of `experts` tensors [rows, columns] that lie apart, to be copied to device memory (aligned to 64 bytes)
-// for ExpertGroup: of gate_up_proj, or of down_proj.  Throws Error(device_error).
-std::vector<std::byte> sm90_expert_maps(const void* const* tensors, std::int32_t experts, std::int64_t rows,
-                                        std::int64_t columns, bool of_gate_up);
+// Tensor maps of gate_up_proj [F I, H], or down_proj [H, I], of experts that lie apart, to be copied to device memory
+// (aligned to 64 bytes) for ExpertGroup: first those for forward, then those for backward. Throw Error(device_error).
+std::vector<std::byte> sm90_gate_up_maps(const void* const* tensors, std::int32_t experts, int gate_up_factor,
+                                         std::int64_t width, std::int64_t hidden);
+std::vector<std::byte> sm90_down_maps(const void* const* tensors, std::int32_t experts, std::int64_t hidden,
+                                      std::int64_t width);
+
+// Room for the descriptions of all tiles of either pass of these sizes, whatever its routing and what is wanted of it.
+std::size_t sm90_tile_table_bytes(schedule::Sizes sizes);
 
 // Launches the persistent kernel of the pass on `stream` (a cudaStream_t), on at most `blocks` SMs (0: all; at
 // least 2, and an even number).

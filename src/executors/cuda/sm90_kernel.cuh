@@ -10,7 +10,7 @@
 #include "executors/cuda/sm90_epilogue.cuh"
 #include "executors/cuda/sm90_load.cuh"
 #include "executors/cuda/sm90_rows.cuh"
-#include "executors/cuda/sm90_tensor_map.hpp"
+#include "executors/cuda/sm90_tiles.cuh"
 #include "moelith/tensor.hpp"
 
 namespace moelith::executors::cuda::sm90 {
@@ -20,17 +20,6 @@ template <schedule::Direction Pass, int N>
 void launch(const PassData& data, int blocks, cudaStream_t stream);
 
 using schedule::Direction;
-
-template <int N>
-__device__ __forceinline__ void raise_signals(const SharedMemory<N>& shared, const Work& work) {
-  const PassData& data = shared.data();
-  __builtin_assume(data.pass.sizes.ranks == 1);
-  schedule::for_each_signal(data.pass, shared.map(), work.tile, [&](const schedule::Signal& signal) {
-    unsigned long long* base =
-        signal.array == schedule::CounterArray::local ? data.counters.local : data.counters.arrivals;
-    add_release(base + signal.index, 1);
-  });
-}
 
 template <Direction Pass, int N>
 __device__ __forceinline__ void compute_tiles(SharedMemory<N>& shared, int group) {
@@ -120,12 +109,13 @@ __device__ __forceinline__ void compute_tiles(SharedMemory<N>& shared, int group
                       moment[2] - moment[1],
                       now - moment[2],
                       static_cast<std::int32_t>(stage),
-                      work.tile.expert,
-                      static_cast<std::int32_t>(work.tile.row_block),
-                      work.tile.column_block};
+                      work.slot,
+                      work.row_block,
+                      work.column_block};
       }
       __threadfence();
-      raise_signals<N>(shared, work);
+      if (work.raised >= 0) add_release(data.counters.local + work.raised, 1);
+      if (work.raised_arrival >= 0) add_release(data.counters.arrivals + work.raised_arrival, 1);
     }
     barrier_arrive(shared_address(&shared.work_empty[position.slot]));
     position.next();
@@ -151,6 +141,7 @@ __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ P
       barrier_init(shared_address(&shared.mail_full[w]), 1);
       barrier_init(shared_address(&shared.mail_empty[w]), mail_empty_arrivals);
     }
+    barrier_init(shared_address(&shared.packing_full), 1);
     fence_barrier_init();
   }
   auto copy = [&]<class T>(std::uint8_t* to, const T& from) {
@@ -161,18 +152,8 @@ __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ P
   };
   copy(shared.data_copy, p.data);
   copy(shared.map_copy, p.counter_map);
-  const schedule::Layout& layout = p.data.pass.layout;
-  const std::int32_t experts = p.data.pass.sizes.local_experts;
-  const std::int64_t header = schedule::Layout::header_length(1, experts);
-  if (header <= SharedMemory<N>::header_room) {
-    for (int i = thread; i < header; i += threads) shared.header[i] = layout.valid_tokens[i];
-    __syncthreads();
-    if (thread == 0) {
-      reinterpret_cast<PassData*>(shared.data_copy)->pass.layout =
-          schedule::Layout::at(shared.header, layout.row_route, 1, experts);
-    }
-  }
   cluster_sync();
+  describe_all<N>(shared, thread % 32);
   pack_first_rows(shared.data(), shared.map(), thread % 32);
   __syncthreads();
   if (thread < first_consumer) {
@@ -185,7 +166,7 @@ __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ P
     } else if (warp == 2) {
       load_b<N>(p, shared, thread % 32);
     } else {
-      describe_tiles<N>(shared, thread % 32);
+      hand_on_tiles<N>(shared, thread % 32);
     }
   } else {
     registers_grow<Shape::compute_registers>();
@@ -216,8 +197,10 @@ void launch(const PassData& data, int blocks, cudaStream_t stream) {
       encode(maps.dy, data.dy, 0, rows, hidden, box_rows, data.dy_stride);
     }
     using Boxes = WeightBoxes;
-    encode(maps.gate_up_proj, group.gate_up_proj.stacked, group.experts, pre_width, hidden, Boxes::gate_up(forward));
-    encode(maps.down_proj, group.down_proj.stacked, group.experts, hidden, group.width, Boxes::down);
+    const int factor = sizes.gate_up_factor;
+    Boxes::encode_gate_up(maps.gate_up_proj, group.gate_up_proj.stacked, group.experts, factor, group.width, hidden,
+                          forward);
+    encode(maps.down_proj, group.down_proj.stacked, group.experts, hidden, group.width, Boxes::rows);
     // Those of experts that lie apart: first the maps for forward, then those for backward.
     const std::int64_t direction = forward ? 0 : group.experts;
     if (group.gate_up_proj.apart) {
@@ -225,12 +208,15 @@ void launch(const PassData& data, int blocks, cudaStream_t stream) {
       maps.gate_up_apart = apart + direction, maps.gate_up_again_apart = apart;
     }
     if (group.down_proj.apart) maps.down_apart = static_cast<const CUtensorMap*>(group.down_maps) + direction;
-    encode(maps.activated, group.activated, 0, rows, group.width, box_rows);
+    encode(maps.activated, group.activated, 0, rows, group.width, forward ? box_rows : Boxes::rows);
     if (!forward) {
       encode(maps.d_pre_activation, group.d_pre_activation, 0, rows, pre_width, box_rows);
       encode(maps.pre_activation, group.pre_activation, 0, rows, pre_width, box_rows);
+      if (g == 0) encode(maps.x_columns, data.packed_x, 0, rows, hidden, Boxes::rows);
+      else encode(maps.x_columns, data.x, 0, rows, hidden, Boxes::rows, data.x_stride);
       if (sizes.recompute)
-        encode(maps.gate_up_again, group.gate_up_proj.stacked, group.experts, pre_width, hidden, Boxes::gate_up(true));
+        Boxes::encode_gate_up(maps.gate_up_again, group.gate_up_proj.stacked, group.experts, factor, group.width,
+                              hidden, true);
     }
   }
   static const int multiprocessors = [] {

@@ -52,17 +52,9 @@ __device__ __forceinline__ void multiply_stages(SharedMemory<RingN>& shared, Sum
   using Shape = BlockShape<RingN>;
   const int k_steps = work.k_steps;
   RingPosition<Shape::stages> ring(work.first_step);
-  int pack_steps = work.pack_steps, next_pack = 0;
   std::uint32_t previous = 0;
 #pragma unroll 1
   for (int k = 0; k < k_steps; ++k) {
-    if (pack_steps > 0 &&
-        k == next_pack) {  // a stage with rows being packed: a parity tells a phase from its neighbours only
-      barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
-      release_stage(shared_address(&shared.empty[ring.slot]));
-      ring.next();
-      --pack_steps, next_pack += work.pack_interval;
-    }
     barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
     const std::uint32_t a = shared_address(shared.stage[ring.slot]), b = a + Shape::a_bytes;
     if constexpr (A == Major::mn) {

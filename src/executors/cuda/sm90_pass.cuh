@@ -5,14 +5,16 @@
 // that fetches and two that compute ("ping-pong": while one multiplies, the other writes out its last tile, so that
 // short sums do not leave the tensor cores idle):
 //   warp 0      of the first block takes tiles and waits for their inputs
-//   warp 1      has the copy engine load A, and rows that are packed beside a tile
+//   warp 1      has the copy engine load A
 //   warp 2      has it load B
-//   warp 3      works out what a tile is and publishes it as Work
+//   warp 3      hands each tile on as Work, and copies rows that later tiles read (sm90_pack.cuh)
 //   warps 4-7, 8-11  each takes every other tile of the block
 // Operands go through a ring of stages, each 64 deep in k: A of 128 rows (16 KiB) and B of N columns (N * 128 bytes),
 // in the layouts of sm90_primitives.cuh. The two rings of a cluster run in step: a stage is free when both blocks are
 // done with it.
 #pragma once
+
+#include <cstddef>
 
 #include "executors/cuda/pass_data.hpp"
 #include "executors/cuda/sm90_primitives.cuh"
@@ -30,11 +32,12 @@ inline constexpr int box_rows = 32;                    // of A: half of the 64 r
 // Tensor maps of a group, with the boxes that the stages load: 64 columns (128 bytes) by ..
 struct GroupMaps {
   CUtensorMap x, dy;             // [rows, H], packed, or the tokens themselves (shared experts): 32 rows
-  CUtensorMap gate_up_proj;      // [experts, F I, H]: forward 32 rows, backward 64
+  CUtensorMap x_columns;         // x again, as B of its weight gradient: 64 rows
+  CUtensorMap gate_up_proj;      // forward [experts, F, I, H]: 32 rows of each half, or 64; backward [experts, F I, H]: 64
   CUtensorMap down_proj;         // [experts, H, I]: 64 rows
-  CUtensorMap activated;         // [rows, I]: 32 rows
+  CUtensorMap activated;         // [rows, I]: forward 32 rows, backward 64
   CUtensorMap d_pre_activation;  // [rows, F I]: 32 rows, backward
-  CUtensorMap gate_up_again;     // [experts, F I, H]: 32 rows, backward when recomputing
+  CUtensorMap gate_up_again;     // gate_up_proj as forward has it, backward when recomputing
   CUtensorMap pre_activation;    // [rows, F I]: 32 rows, backward
   CUtensorMap slots;             // [T k, H], of the routed experts: 32 rows
   // In the place of the weights' maps, one for each expert, in device memory; null where the experts are stacked.
@@ -47,27 +50,36 @@ struct Parameters {
   GroupMaps maps[1 + schedule::max_shared_experts];
 };
 
-// A tile, decoded, as the warps of a block hand it on. Columns are those of this block's half.
-struct Work {
+// A tile, worked out (sm90_tiles.cuh): what is alike for both blocks of the cluster.
+struct alignas(16) TileDescription {
   Stage stage;
-  bool last;                   // no tile: the block is done
-  std::int32_t group, expert;  // expert: index within the group's stacked tensors
-  std::int32_t column_block;   // of the tile
-  std::int32_t rows;           // of the output tile, 1 to 128; tokens of a combine tile
-  std::int32_t column;         // first output column
-  std::int32_t columns;        // of the output, 0 to N
-  std::int32_t n;              // columns of the product: 64, 128, .. N (gate_up: 32 of gate, 32 of up and so on)
-  std::int64_t row_begin;      // first row of A (a row of the group); of a weight gradient, first row of the sum
-  std::int32_t output_row;     // weight gradients: first row of the output
-  std::int32_t sum_rows;       // weight gradients: rows summed over
-  std::int32_t k_steps;        // stages of the ring that the tile uses,
-  std::uint32_t first_step;    // from this one on, counted since the block began
-  std::int32_t pack_steps;     // rows to pack beside this tile: stages that they use,
-  std::int32_t pack_interval;  // one before every so many of the tile's own, from the first on,
-  std::int32_t pack_block;     // their row block, counted over all experts,
-  std::int32_t pack_rows;      // how many, and
-  std::int64_t pack_row;       // the first; the others are cluster_blocks apart
-  schedule::Tile tile;
+  std::int32_t group, slot, expert;      // slot: schedule::Tile's expert; expert: index within the group's tensors
+  std::int32_t row_block, column_block;  // of the tile
+  std::int32_t rows;                     // of the output tile, 1 to 128; tokens of a combine tile
+  std::int32_t row_begin;                // first row of A (a row of the group); of a weight gradient, of the sum
+  std::int32_t output_row;               // weight gradients: first row of the output
+  std::int32_t sum_rows;                 // weight gradients: rows summed over
+  std::int32_t k_steps;                  // stages of the ring that the tile uses
+  std::int32_t column, columns;          // output columns of the tile: of Work, those of one block
+  std::int32_t half;                     // of these, how many the first block has at most
+  std::int32_t n;         // columns of a block's product: 64, 128, .. N (gate_up: 32 of gate, 32 of up and so on)
+  std::int32_t raised = -1;  // local counter that the tile raises, or -1
+  // Waits: `awaited_count` local counters from `awaited` on, for both halves to reach a target,
+  std::int32_t awaited, awaited_count;
+  std::uint32_t low_target, high_target;
+  struct Arrival {  // and two arrival counters, for their low halves; target 0: none
+    std::int32_t counter;
+    std::uint32_t target;
+  } arrival, second_arrival;
+  std::int32_t raised_arrival = -1;                     // arrival counter that it raises, or -1
+  std::int32_t pack_block = -1, pack_row, pack_rows;    // rows to pack beside it, and their row block; -1: none
+};
+static_assert(offsetof(TileDescription, awaited) % 16 == 0 && offsetof(TileDescription, arrival) % 16 == 0);
+
+// A tile as the warps of a block hand it on, with the columns of this block's half.
+struct Work : TileDescription {
+  bool last;                 // no tile: the block is done
+  std::uint32_t first_step;  // the first stage of the ring that the tile uses, counted since the block began
   std::int32_t row_index[rows_per_tile];  // route of each row, or token of a shared expert
 };
 
@@ -81,6 +93,7 @@ struct BlockShape {
   static constexpr int down_dgrad_columns = 128;  // its epilogue needs more registers than the others
   static constexpr int works = 4;
   static constexpr int staging_bytes = 2048;  // of each computing warp: 16 rows of 128 bytes
+  static constexpr int pack_piece = 1024, pack_pieces = N == 192 ? 5 : 13;  // rows that are packed go through these
 };
 
 template <int N>
@@ -88,10 +101,12 @@ struct SharedMemory {
   using Shape = BlockShape<N>;
   std::uint8_t stage[Shape::stages][Shape::stage_bytes];
   std::uint8_t staging[8][Shape::staging_bytes];
+  std::uint8_t packing[Shape::pack_pieces][Shape::pack_piece];
   Work work[Shape::works];
   std::uint64_t full[Shape::stages], empty[Shape::stages];
   std::uint64_t work_full[Shape::works], work_empty[Shape::works];
   std::uint64_t mail_full[Shape::works], mail_empty[Shape::works];
+  std::uint64_t packing_full;
   std::int64_t mail[Shape::works];  // the tiles that the first block has taken; -1: no more
   // Copies of what the launch brought. Read from there, values would be kept in registers from tile to tile, together
   // with all that follows from them, and the computing warps have none to spare.
@@ -102,11 +117,6 @@ struct SharedMemory {
     return *reinterpret_cast<const schedule::CounterMap*>(map_copy);
   }
 
-  // The layout's arrays, if there is room for them: what decodes tiles reads them one element after the other, and each
-  // acquiring load empties the first-level cache.
-  static constexpr int header_room = 640;
-  std::int64_t header[header_room];
-
   std::uint32_t moment[2][4];  // of the timeline: what would otherwise take registers of the computing warps
 };
 template <int N>
@@ -115,14 +125,12 @@ static_assert(shared_bytes<128> <= 232448 && shared_bytes<192> <= 232448);
 
 // Arrivals that complete a phase.
 inline constexpr int full_arrivals = 2;  // the loading warps
-inline constexpr int empty_arrivals =
-    (4 + 1) * cluster_blocks;                      // the warps of the warpgroups that used the stage, and the
-                                                   // packing warps, which may have rows there to write out
+inline constexpr int empty_arrivals = 4 * cluster_blocks;  // the warps of the warpgroups that used the stage
 // Descriptions of tiles are read and written by ordinary accesses, and whoever made one arrives for itself: a warp that
 // let one lane speak for all would save nothing that can be measured, and tools that look for races could not follow.
-inline constexpr int work_full_arrivals = 32;                          // the warp that describes tiles
+inline constexpr int work_full_arrivals = 32;                          // the warp that hands tiles on
 inline constexpr int work_empty_arrivals = 2 * 32 + consumer_threads;  // the loading warps, the computing warpgroup
-inline constexpr int mail_empty_arrivals = 32 * cluster_blocks;        // the warps that describe tiles
+inline constexpr int mail_empty_arrivals = 32 * cluster_blocks;        // the warps that hand tiles on
 
 // Hardware barriers (0 is __syncthreads). turn + w: warpgroup w may multiply; own + w: the warps of w among themselves.
 inline constexpr int barrier_turn = 1, barrier_own = 3, barrier_end = 5;
@@ -134,41 +142,6 @@ struct RingPosition {
   __device__ explicit RingPosition(std::uint32_t count) : slot(count % Slots), parity((count / Slots) & 1) {}
   __device__ void next() {
     if (++slot == Slots) slot = 0, parity ^= 1;
-  }
-};
-
-// --- packed rows -----------------------------------------------------------------------------------------------------
-
-// Routed rows of x (and dY) are copied to where the copy engine finds them one after the other: row r of the routed
-// rows at r * H. Who copies what: a tile of the first stage of the routed pipeline, row block b and column tile c of C,
-// has beside it the c-th part of the rows of the block one group further, and the first group's rows are copied by all
-// before anything else. Such a tile stands in the order before those that wait for what is copied beside it, and
-// whoever takes it copies without waiting for anyone. So the order of the schedule still makes progress.
-//
-// The copies go through stages of the ring, between those of the tile's product: the loading warp fills such a stage,
-// later writes it out; the computing warps see it pass.
-//
-// The rows of a block that are there are counted in the high half of the block's counter for gate_up; tiles are counted
-// in the low half.
-inline constexpr int packed_shift = 32;
-
-__device__ inline bool packs(const schedule::Sizes& sizes, Stage stage) {
-  return stage ==
-         (sizes.direction == schedule::Direction::forward || sizes.recompute ? Stage::gate_up : Stage::down_dgrad);
-}
-// Whether the tile reads packed rows that it has to wait for. Weight gradients wait for tiles that have done so.
-__device__ inline bool reads_packed(Stage stage) { return stage == Stage::gate_up || stage == Stage::down_dgrad; }
-
-// How rows are cut for packing: pieces of a row of each tensor.
-struct PackShape {
-  int pieces, columns, per_row,
-      per_stage;  // columns of a piece (the last may have fewer); pieces of a row in all tensors
-  __device__ PackShape(const PassData& data, int stage_bytes) {
-    const int hidden = static_cast<int>(data.pass.sizes.hidden_size);
-    pieces = (hidden + 2047) / 2048;
-    columns = ((hidden + pieces - 1) / pieces + 7) / 8 * 8;
-    per_row = pieces * ((data.packed_x ? 1 : 0) + (data.packed_dy ? 1 : 0));
-    per_stage = stage_bytes / (2 * columns);
   }
 };
 

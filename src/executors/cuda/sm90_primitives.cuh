@@ -115,6 +115,14 @@ __device__ __forceinline__ void tma_load(std::uint32_t destination, const CUtens
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2)
       : "memory");
 }
+__device__ __forceinline__ void tma_load(std::uint32_t destination, const CUtensorMap* map, std::uint32_t barrier,
+                                         int c0, int c1, int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::
+          "r"(destination),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
 // The same box to the same place in every block of `mask`, each with the barrier that it has there.
 __device__ __forceinline__ void tma_load_to_all(std::uint32_t destination, const CUtensorMap* map,
                                                 std::uint32_t barrier, int c0, int c1, std::uint16_t mask) {
@@ -130,8 +138,8 @@ __device__ __forceinline__ void tma_prefetch(const CUtensorMap* map, int c0, int
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(c0), "r"(c1)
                : "memory");
 }
-// `bytes` (a multiple of 16) that lie one after the other, in and out. Stores of a thread belong to groups, which it
-// can wait for: until they have read their source, or until they are done.
+// `bytes` (a multiple of 16) that lie one after the other: in, out, and into the second-level cache. Stores of a thread
+// belong to groups, which it can wait for: until they have read their source, or until they are done.
 __device__ __forceinline__ void bulk_load(std::uint32_t destination, const void* source, std::uint32_t bytes,
                                           std::uint32_t barrier) {
   asm volatile(
@@ -143,12 +151,12 @@ __device__ __forceinline__ void bulk_store(void* destination, std::uint32_t sour
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes)
                : "memory");
 }
-__device__ __forceinline__ void bulk_prefetch(const void* source, std::uint32_t bytes) {  // into the second-level cache
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
-}
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+__device__ __forceinline__ void bulk_prefetch(const void* source, std::uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+}
 __device__ __forceinline__ void tma_prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

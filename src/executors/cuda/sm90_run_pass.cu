@@ -1,9 +1,11 @@
 // Chooses the instantiation of the persistent kernel.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <string>
 
 #include "executors/cuda/pass_data.hpp"
+#include "executors/cuda/sm90_pass.cuh"
 #include "executors/cuda/sm90_tensor_map.hpp"
 #include "moelith/tensor.hpp"
 
@@ -12,6 +14,16 @@ namespace sm90 {
 
 template <schedule::Direction Pass, int N>
 void launch(const PassData& data, int blocks, cudaStream_t stream);  // sm90_kernel.cuh
+
+template <class Encode>
+std::vector<std::byte> maps_of_experts(std::int32_t experts, Encode&& encode) {
+  std::vector<CUtensorMap> maps(2 * static_cast<std::size_t>(experts));
+  for (const bool forward : {true, false}) {
+    for (std::int32_t e = 0; e < experts; ++e) encode(maps[(forward ? 0 : experts) + e], e, forward);
+  }
+  const auto* bytes = reinterpret_cast<const std::byte*>(maps.data());
+  return {bytes, bytes + maps.size() * sizeof(CUtensorMap)};
+}
 
 }  // namespace sm90
 
@@ -30,17 +42,27 @@ schedule::TileShape sm90_tile_shape(int columns, int gate_up_factor) {
   return shape;
 }
 
-std::vector<std::byte> sm90_expert_maps(const void* const* tensors, std::int32_t experts, std::int64_t rows,
-                                        std::int64_t columns, bool of_gate_up) {
-  std::vector<CUtensorMap> maps(2 * static_cast<std::size_t>(experts));
-  for (const bool forward : {true, false}) {
-    const int box = of_gate_up ? sm90::WeightBoxes::gate_up(forward) : sm90::WeightBoxes::down;
-    for (std::int32_t e = 0; e < experts; ++e) {
-      sm90::encode(maps[(forward ? 0 : experts) + e], static_cast<const bfloat16*>(tensors[e]), 1, rows, columns, box);
-    }
-  }
-  const auto* bytes = reinterpret_cast<const std::byte*>(maps.data());
-  return {bytes, bytes + maps.size() * sizeof(CUtensorMap)};
+std::vector<std::byte> sm90_gate_up_maps(const void* const* tensors, std::int32_t experts, int gate_up_factor,
+                                         std::int64_t width, std::int64_t hidden) {
+  return sm90::maps_of_experts(experts, [&](CUtensorMap& map, std::int32_t e, bool forward) {
+    sm90::WeightBoxes::encode_gate_up(map, static_cast<const bfloat16*>(tensors[e]), 1, gate_up_factor, width, hidden,
+                                      forward);
+  });
+}
+std::vector<std::byte> sm90_down_maps(const void* const* tensors, std::int32_t experts, std::int64_t hidden,
+                                      std::int64_t width) {
+  return sm90::maps_of_experts(experts, [&](CUtensorMap& map, std::int32_t e, bool) {
+    sm90::encode(map, static_cast<const bfloat16*>(tensors[e]), 1, hidden, width, sm90::WeightBoxes::rows);
+  });
+}
+
+std::size_t sm90_tile_table_bytes(schedule::Sizes sizes) {
+  sizes.direction = schedule::Direction::forward;
+  const std::int64_t forward = schedule::max_tile_count(sizes);
+  sizes.direction = schedule::Direction::backward;
+  sizes.recompute = sizes.want_dx = sizes.want_gate_up_wgrad = sizes.want_down_wgrad = true;
+  sizes.want_gate_up_bias_grad = sizes.want_down_bias_grad = true;
+  return static_cast<std::size_t>(std::max(forward, schedule::max_tile_count(sizes))) * sizeof(sm90::TileDescription);
 }
 
 void sm90_run_pass(const PassData& data, int blocks, void* stream) {

@@ -15,12 +15,6 @@ namespace moelith::executors::cuda::sm90 {
 
 using numerics::bfloat16;
 
-// Rows of the boxes of 64 columns.
-struct WeightBoxes {
-  static constexpr int gate_up(bool forward) { return forward ? 32 : 64; }
-  static constexpr int down = 64;
-};
-
 inline void check(cudaError_t status, const char* what) {
   if (status != cudaSuccess) throw Error(Status::device_error, std::string(what) + ": " + cudaGetErrorString(status));
 }
@@ -39,18 +33,17 @@ inline EncodeTensorMap encode_function() {
   return function;
 }
 
-// What a map follows from.
+// A contiguous bfloat16 tensor [outer, halves, rows, columns], with 0 for dimensions that it has not, or [rows, columns]
+// at a row stride, in boxes of 64 columns by `box_rows` of each half.
 struct TensorMapKey {
   const void* data = nullptr;
-  std::int64_t outer = 0, rows = 0, columns = 0, box_rows = 0, row_stride = 0;
+  std::int64_t outer = 0, halves = 0, rows = 0, columns = 0, box_rows = 0, row_stride = 0;
   bool operator==(const TensorMapKey&) const = default;
 };
 
-// A contiguous [outer, rows, columns] (outer > 0) tensor, or [rows, columns] (outer == 0) at a row stride, in boxes of
-// 64 columns by `box_rows`. Tensors without elements get no map: no tile reads them.
-inline void encode(CUtensorMap& map, const bfloat16* data, std::int64_t outer, std::int64_t rows, std::int64_t columns,
-                   int box_rows, std::int64_t row_stride = 0) {
-  if (!data || rows == 0 || columns == 0) return;
+// Tensors without elements get no map: no tile reads them.
+inline void encode(CUtensorMap& map, const TensorMapKey& key) {
+  if (!key.data || key.rows == 0 || key.columns == 0) return;
   // The driver takes half a microsecond for a map, and a layer's tensors lie where they lay in the last call.
   struct Made {
     TensorMapKey key;
@@ -58,26 +51,54 @@ inline void encode(CUtensorMap& map, const bfloat16* data, std::int64_t outer, s
   };
   constexpr std::size_t places = 64;
   thread_local Made made[places];
-  const TensorMapKey key{data, outer, rows, columns, box_rows, row_stride};
-  const auto address = reinterpret_cast<std::uintptr_t>(data);
-  Made& place = made[((address >> 8) ^ (address >> 14) ^ std::uintptr_t(box_rows)) % places];
+  const auto address = reinterpret_cast<std::uintptr_t>(key.data);
+  Made& place = made[((address >> 8) ^ (address >> 14) ^ std::uintptr_t(key.box_rows)) % places];
   if (place.key == key) {
     map = place.map;
     return;
   }
-  const cuuint64_t size[3] = {cuuint64_t(columns), cuuint64_t(rows), cuuint64_t(outer)};
-  const cuuint64_t stride[2] = {cuuint64_t(row_stride > 0 && rows > 1 ? row_stride : columns) * 2,
-                                cuuint64_t(columns) * cuuint64_t(rows) * 2};
-  const cuuint32_t box[3] = {64, cuuint32_t(box_rows), 1}, step[3] = {1, 1, 1};
-  const CUresult status =
-      encode_function()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, outer > 0 ? 3 : 2, const_cast<bfloat16*>(data), size,
-                        stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                        CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  cuuint64_t size[4] = {cuuint64_t(key.columns), cuuint64_t(key.rows)}, stride[3] = {};
+  stride[0] = cuuint64_t(key.row_stride > 0 && key.rows > 1 ? key.row_stride : key.columns) * 2;
+  cuuint32_t box[4] = {64, cuuint32_t(key.box_rows), 1, 1}, step[4] = {1, 1, 1, 1};
+  cuuint32_t dimensions = 2;
+  cuuint64_t bytes = cuuint64_t(key.columns) * cuuint64_t(key.rows) * 2;
+  for (const std::int64_t further : {key.halves, key.outer}) {
+    if (further == 0) continue;
+    size[dimensions] = cuuint64_t(further);
+    stride[dimensions - 1] = bytes;
+    bytes *= size[dimensions++];
+  }
+  if (key.halves > 0) box[2] = cuuint32_t(key.halves);
+  const CUresult status = encode_function()(
+      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, dimensions, const_cast<void*>(key.data), size, stride, box, step,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
-    throw Error(Status::device_error, "tensor map of [" + std::to_string(outer) + ", " + std::to_string(rows) + ", " +
-                                          std::to_string(columns) + "]: error " + std::to_string(status));
+    throw Error(Status::device_error, "tensor map of [" + std::to_string(key.outer) + ", " +
+                                          std::to_string(key.halves) + ", " + std::to_string(key.rows) + ", " +
+                                          std::to_string(key.columns) + "]: error " + std::to_string(status));
   }
   place = {key, map};
 }
+inline void encode(CUtensorMap& map, const bfloat16* data, std::int64_t outer, std::int64_t rows, std::int64_t columns,
+                   int box_rows, std::int64_t row_stride = 0) {
+  encode(map, {data, outer, 0, rows, columns, box_rows, row_stride});
+}
+
+// The boxes in which weights are loaded: 64 rows, of which forward has 32 of gate and the 32 of up that belong to them.
+struct WeightBoxes {
+  static constexpr int rows = 64;
+  // Of each half of gate_up_proj.
+  static constexpr int gate_up_rows(int gate_up_factor) { return rows / gate_up_factor; }
+
+  static void encode_gate_up(CUtensorMap& map, const bfloat16* data, std::int64_t experts, int gate_up_factor,
+                             std::int64_t width, std::int64_t hidden, bool forward) {
+    if (forward) {
+      encode(map, {data, experts, gate_up_factor, width, hidden, gate_up_rows(gate_up_factor)});
+    } else {
+      encode(map, {data, experts, 0, gate_up_factor * width, hidden, rows});
+    }
+  }
+};
 
 }  // namespace moelith::executors::cuda::sm90

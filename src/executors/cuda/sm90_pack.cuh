@@ -1,0 +1,166 @@
+// Packed rows. Routed rows of x (and dY) are copied to where the copy engine finds them one after the other: row r of the
+// routed rows at r * H. Who copies what:
+//   - The rows that the first stage of the routed pipeline reads: its tile of row block b and column tile c of C has
+//     beside it the c-th part of the rows of the block one group further, and the first group's rows are copied by all
+//     before anything else. Such a tile stands in the order before those that wait for what is copied beside it, and
+//     whoever takes it copies without waiting for anyone. So the order of the schedule still makes progress.
+//   - x in backward, which only the weight gradients read unless gate_up runs again: beside the tiles of gate_up_dgrad,
+//     those of their own row block, so that the tiles of down_dgrad have dY's rows alone to take along.
+// The warp that hands on tiles copies, while the others load and compute.
+//
+// What is there is counted in the high halves of counters whose low halves count tiles: rows in gate_up_done of their
+// block; for x beside gate_up_dgrad, parts (one for each tile and block of the cluster) in down_dgrad_done.
+#pragma once
+
+#include "executors/cuda/sm90_pass.cuh"
+
+namespace moelith::executors::cuda::sm90 {
+
+inline constexpr int packed_shift = 32;
+
+// Whether x is packed beside gate_up_dgrad.
+__device__ inline bool packs_x_later(const PassData& data) {
+  const schedule::Sizes& sizes = data.pass.sizes;
+  return sizes.direction == schedule::Direction::backward && !sizes.recompute && sizes.want_dx && data.packed_x;
+}
+// The stage that has the rows of the next group beside it.
+__device__ inline bool packs_ahead(const schedule::Sizes& sizes, Stage stage) {
+  return stage ==
+         (sizes.direction == schedule::Direction::forward || sizes.recompute ? Stage::gate_up : Stage::down_dgrad);
+}
+// Whether the tile reads rows that were packed ahead.
+__device__ inline bool reads_packed(Stage stage) { return stage == Stage::gate_up || stage == Stage::down_dgrad; }
+
+// Rows of the row block `block`, counted over all routed experts.
+__device__ inline schedule::RowRange rows_of_block(const schedule::Pass& pass, std::int64_t block) {
+  return schedule::tile_rows(pass, schedule::routed_tile(pass, Stage::gate_up, block, 0));
+}
+
+// Tokens whose rows are routed rows `first`, `first + step`, .. before `last`: one a lane.
+__device__ __forceinline__ unsigned token_of_row(const PassData& data, std::int64_t row, std::int64_t last) {
+  const unsigned route = row < last ? static_cast<unsigned>(data.pass.layout.row_route[row]) : 0;
+  return route / static_cast<unsigned>(data.pass.sizes.top_k);
+}
+// What this warp has written is there for the copy engine of whoever sees what is released after this.
+__device__ __forceinline__ void finish_packing() {
+  fence_async_all();
+  __threadfence();
+  __syncwarp();
+}
+
+// The first group's rows, by all warps of the blocks that are there: a block that starts late need not be waited for.
+__device__ __forceinline__ void pack_first_rows(const PassData& data, const schedule::CounterMap& map, int lane) {
+  const schedule::Pass& pass = data.pass;
+  if (pass.sizes.local_experts == 0) return;
+  constexpr int units = 16;  // of a block
+  const std::int64_t blocks = schedule::min_of(pass.routed_blocks(), pass.sizes.tile.group_blocks);
+  auto take = [&] {
+    const unsigned long long unit = lane == 0 ? atomicAdd(data.counters.control + PassCounters::next_first_rows, 1ull) : 0;
+    return static_cast<std::int64_t>(__shfl_sync(~0u, unit, 0));
+  };
+  const std::int64_t hidden = pass.sizes.hidden_size;
+  auto copy = [&](const bfloat16* from, bfloat16* to) {
+    constexpr int batch = 4;  // pieces of 16 bytes that a lane has on their way
+#pragma unroll 1
+    for (int column = lane * 8; column < hidden; column += batch * 256) {
+      uint4 piece[batch];
+#pragma unroll
+      for (int i = 0; i < batch; ++i) {
+        if (column + i * 256 < hidden) piece[i] = __ldcg(reinterpret_cast<const uint4*>(from + column + i * 256));
+      }
+#pragma unroll
+      for (int i = 0; i < batch; ++i) {
+        if (column + i * 256 < hidden) __stcg(reinterpret_cast<uint4*>(to + column + i * 256), piece[i]);
+      }
+    }
+  };
+  bfloat16* x = packs_x_later(data) ? nullptr : data.packed_x;
+  for (std::int64_t unit = take(); unit < blocks * units; unit = take()) {
+    const schedule::RowRange rows = rows_of_block(pass, unit / units);
+    const std::int64_t first = rows.begin + unit % units;
+    const unsigned token = token_of_row(data, first + lane * units, rows.end);
+    unsigned count = 0;
+#pragma unroll 1
+    for (std::int64_t row = first; row < rows.end; row += units, ++count) {
+      const std::int64_t from = __shfl_sync(~0u, token, static_cast<int>(count));
+      if (x) copy(data.x + from * data.x_stride, x + row * hidden);
+      if (data.packed_dy) copy(data.dy + from * data.dy_stride, data.packed_dy + row * hidden);
+    }
+    finish_packing();
+    if (lane == 0 && count > 0) {
+      add_release(data.counters.local + map.gate_up_done + unit / units,
+                  static_cast<unsigned long long>(count) << packed_shift);
+    }
+  }
+}
+
+// Rows beside tiles, by one warp through a piece of shared memory and the copy engine: many bytes under way, with few
+// registers.
+template <int N>
+class Packer {
+ public:
+  __device__ Packer(SharedMemory<N>& shared, int lane) : shared_(shared), lane_(lane) {}
+
+  // What a tile has beside it: this block's share of rows [row, row + rows) of row block `block`.
+  __device__ __forceinline__ void pack(Stage stage, int row, int rows, int block) {
+    const PassData& data = shared_.data();
+    const schedule::CounterMap& map = shared_.map();
+    const bool later = stage == Stage::gate_up_dgrad;
+    const bool x = data.packed_x && (later || !packs_x_later(data)), dy = data.packed_dy && !later;
+    const int first = row + static_cast<int>(cluster_rank()), last = row + rows;
+    const int count = last > first ? (last - first + cluster_blocks - 1) / cluster_blocks : 0;
+    for (int begin = first; begin < last; begin += 32 * cluster_blocks) copy(x, dy, begin, last);
+    bulk_wait();
+    finish_packing();
+    if (lane_ == 0 && (later || count > 0)) {
+      add_release(data.counters.local + (later ? map.down_dgrad_done : map.gate_up_done) + block,
+                  static_cast<unsigned long long>(later ? 1 : count) << packed_shift);
+    }
+  }
+
+ private:
+  using Shape = BlockShape<N>;
+
+  // Rows first, first + cluster_blocks, .. before last, 32 at most.
+  __device__ __forceinline__ void copy(bool x, bool dy, int first, int last) {
+    const PassData& data = shared_.data();
+    const int hidden = static_cast<int>(data.pass.sizes.hidden_size);
+    constexpr int elements = Shape::pack_piece / 2;
+    const int pieces = (hidden + elements - 1) / elements, per_row = pieces * ((x ? 1 : 0) + (dy ? 1 : 0));
+    const int mine = first + lane_ * cluster_blocks;
+    const unsigned token = token_of_row(data, mine, last);
+    if (mine < last) {  // all of them into the second-level cache at once
+      if (x) bulk_prefetch(data.x + token * data.x_stride, 2 * hidden);
+      if (dy) bulk_prefetch(data.dy + token * data.dy_stride, 2 * hidden);
+    }
+    __syncwarp();
+    const int rows = min(32, (last - first + cluster_blocks - 1) / cluster_blocks), all = rows * per_row;
+    const std::uint32_t place = shared_address(shared_.packing[lane_ < Shape::pack_pieces ? lane_ : 0]);
+    const std::uint32_t full = shared_address(&shared_.packing_full);
+#pragma unroll 1
+    for (int begin = 0; begin < all; begin += Shape::pack_pieces) {
+      const int piece = begin + lane_, r = piece / per_row, inside = piece - r * per_row;
+      const bool there = lane_ < Shape::pack_pieces && piece < all, of_x = x && inside < pieces;
+      const std::int64_t from = __shfl_sync(~0u, token, r & 31), to = first + r * cluster_blocks;
+      const int column = (of_x || !x ? inside : inside - pieces) * elements;
+      const std::uint32_t bytes = there ? 2 * min(elements, hidden - column) : 0, sum = __reduce_add_sync(~0u, bytes);
+      if (lane_ == 0) barrier_arrive_expect(full, sum);
+      __syncwarp();
+      if (there)
+        bulk_load(place, (of_x ? data.x + from * data.x_stride : data.dy + from * data.dy_stride) + column, bytes,
+                  full);
+      barrier_wait(full, parity_);
+      parity_ ^= 1;
+      if (there) bulk_store((of_x ? data.packed_x : data.packed_dy) + to * hidden + column, place, bytes);
+      bulk_commit();
+      bulk_wait_read();
+      __syncwarp();
+    }
+  }
+
+  SharedMemory<N>& shared_;
+  const int lane_;
+  std::uint32_t parity_ = 0;
+};
+
+}  // namespace moelith::executors::cuda::sm90

@@ -1,0 +1,322 @@
+// The tiles of a pass: what each of them is, worked out by all warps before anything else, and the warps that take tiles
+// and hand them on.
+#pragma once
+
+#include "executors/cuda/sm90_pack.cuh"
+
+namespace moelith::executors::cuda::sm90 {
+
+// Describes the tile at `index` of the order.
+template <int N>
+__device__ __noinline__ void describe(const PassData& data, const schedule::CounterMap& map, std::int64_t index,
+                                      TileDescription& out) {
+  __builtin_assume(data.pass.sizes.ranks == 1);
+  const schedule::Tile tile = schedule::tile_at(data.pass, index);
+  const schedule::Sizes& sizes = data.pass.sizes;
+  const bool shared = sizes.is_shared(tile.expert);
+  const std::int64_t width = sizes.width(tile.expert), pre_width = sizes.gate_up_factor * width,
+                     hidden = sizes.hidden_size;
+  TileDescription d{};
+  d.stage = tile.stage;
+  d.slot = tile.expert;
+  d.group = shared ? 1 + tile.expert - sizes.local_experts : 0;
+  d.expert = shared ? 0 : tile.expert;
+  d.row_block = static_cast<std::int32_t>(tile.row_block);
+  d.column_block = tile.column_block;
+  auto steps = [](std::int64_t k) { return static_cast<std::int32_t>((k + depth - 1) / depth); };
+  // Of `total` columns the tile has up to `tile_columns`; each block of the cluster takes half of those that there are,
+  // in multiples of `unit`.
+  auto share = [&](std::int32_t tile_columns, std::int64_t total, int unit) {
+    d.column = tile.column_block * tile_columns;
+    d.columns = static_cast<std::int32_t>(schedule::min_of(tile_columns, total - d.column));
+    d.half = d.n = (d.columns + 2 * unit - 1) / (2 * unit) * unit;
+  };
+  schedule::RowRange rows{};
+  auto row_tile = [&](std::int64_t k) {
+    rows = schedule::tile_rows(data.pass, tile);
+    d.row_begin = static_cast<std::int32_t>(rows.begin);
+    d.rows = static_cast<std::int32_t>(rows.size());
+    d.k_steps = steps(k);
+  };
+  auto sum_tile = [&](std::int64_t output_rows, std::int64_t output_columns) {
+    const schedule::RowRange all = data.pass.expert_rows(tile.expert);
+    d.row_begin = static_cast<std::int32_t>(all.begin);
+    d.sum_rows = static_cast<std::int32_t>(all.size());
+    d.output_row = static_cast<std::int32_t>(tile.row_block) * sizes.tile.wgrad_rows;
+    d.rows = static_cast<std::int32_t>(schedule::min_of(rows_per_tile, output_rows - d.output_row));
+    d.k_steps = steps(all.size());
+    share(sizes.tile.wgrad_columns, output_columns, 64);
+  };
+  switch (tile.stage) {
+    case Stage::gate_up:
+      row_tile(hidden);
+      share(sizes.gate_up_columns(), width, sizes.gate_up_factor == 2 ? 32 : 64);
+      d.n *= sizes.gate_up_factor;
+      break;
+    case Stage::down:
+      row_tile(width);
+      share(sizes.tile.columns, hidden, 64);
+      break;
+    case Stage::down_dgrad:
+      row_tile(hidden);
+      share(sizes.down_dgrad_columns(), width, 64);
+      break;
+    case Stage::gate_up_dgrad:
+      row_tile(pre_width);
+      share(sizes.tile.columns, hidden, 64);
+      break;
+    case Stage::gate_up_wgrad: sum_tile(pre_width, hidden); break;
+    case Stage::down_wgrad: sum_tile(hidden, width); break;
+    case Stage::gate_up_bias_grad:
+    case Stage::down_bias_grad:
+      sum_tile(rows_per_tile, hidden);
+      d.k_steps = 0;
+      break;
+    default:  // combine
+      d.row_begin = static_cast<std::int32_t>(tile.row_block) * sizes.tile.token_block;
+      d.rows = static_cast<std::int32_t>(schedule::min_of(sizes.tile.token_block, sizes.tokens - d.row_begin));
+      share(sizes.tile.columns, hidden, 64);
+      if (data.out && data.groups[0].slots) d.k_steps = combine_steps<N>(sizes, d.rows);
+  }
+
+  // Each block of the cluster signals for its half of a tile.
+  int arrivals = 0;
+  schedule::for_each_wait(data.pass, map, tile, [&](const schedule::Wait& wait) {
+    const std::uint32_t target = static_cast<std::uint32_t>(wait.target) * cluster_blocks;
+    if (wait.array == schedule::CounterArray::local) {
+      d.awaited = static_cast<std::int32_t>(wait.begin), d.awaited_count = static_cast<std::int32_t>(wait.count);
+      d.low_target = target;
+    } else {
+      (arrivals++ == 0 ? d.arrival : d.second_arrival) = {static_cast<std::int32_t>(wait.begin), target};
+    }
+    return true;
+  });
+  schedule::for_each_signal(data.pass, map, tile, [&](const schedule::Signal& signal) {
+    (signal.array == schedule::CounterArray::local ? d.raised : d.raised_arrival) =
+        static_cast<std::int32_t>(signal.index);
+  });
+
+  if (shared) {
+    // its rows are the tokens themselves
+  } else if (reads_packed(tile.stage)) {
+    d.awaited = static_cast<std::int32_t>(map.gate_up_done +
+                                          schedule::block_index(data.pass, tile.expert, tile.row_block));
+    d.awaited_count = 1, d.high_target = d.rows;
+  } else if (tile.stage == Stage::gate_up_wgrad && packs_x_later(data)) {
+    d.high_target = static_cast<std::uint32_t>(sizes.hidden_tiles()) * cluster_blocks;
+  }
+  const bool later = tile.stage == Stage::gate_up_dgrad && packs_x_later(data);
+  if (!shared && (later || packs_ahead(sizes, tile.stage))) {
+    const std::int64_t block =
+        data.pass.layout.block_begin[tile.expert] + tile.row_block + (later ? 0 : sizes.tile.group_blocks);
+    if (block < data.pass.routed_blocks()) {
+      rows = rows_of_block(data.pass, block);
+      const std::int64_t tiles = later                          ? sizes.hidden_tiles()
+                                 : tile.stage == Stage::gate_up ? sizes.gate_up_tiles(tile.expert)
+                                                                : sizes.down_dgrad_tiles(tile.expert);
+      const std::int64_t first = schedule::quotient(rows.size() * tile.column_block, tiles),
+                         last = schedule::quotient(rows.size() * (tile.column_block + 1), tiles);
+      d.pack_block = static_cast<std::int32_t>(block);
+      d.pack_row = static_cast<std::int32_t>(rows.begin + first);
+      d.pack_rows = static_cast<std::int32_t>(last - first);
+    }
+  }
+  out = d;
+}
+
+// Describes all tiles, with all warps of the blocks that are there. Working out one takes thousands of cycles, most of
+// it latency: more than some tiles take.
+template <int N>
+__device__ __forceinline__ void describe_all(const SharedMemory<N>& shared, int lane) {
+  const PassData& data = shared.data();
+  __builtin_assume(data.pass.sizes.ranks == 1);
+  const std::int64_t tiles = schedule::tile_count(data.pass);
+  auto take = [&] {
+    const unsigned long long first =
+        lane == 0 ? atomicAdd(data.counters.control + PassCounters::next_description, 32ull) : 0;
+    return static_cast<std::int64_t>(__shfl_sync(~0u, first, 0));
+  };
+  for (std::int64_t first = take(); first < tiles; first = take()) {
+    if (first + lane < tiles) {
+      describe<N>(data, shared.map(), first + lane, static_cast<TileDescription*>(data.tiles)[first + lane]);
+    }
+    __threadfence();
+    __syncwarp();
+    if (lane == 0) {
+      add_release(data.counters.control + PassCounters::described,
+                  static_cast<unsigned long long>(schedule::min_of(32, tiles - first)));
+    }
+  }
+}
+// Until they are all there. Whoever describes waits for nobody.
+__device__ __forceinline__ void await_descriptions(const PassData& data, std::int64_t tiles) {
+  while (load_acquire(data.counters.control + PassCounters::described) < static_cast<unsigned long long>(tiles)) {
+    __nanosleep(64);
+  }
+  __syncwarp();
+}
+
+// Waits, with the whole warp, until all `count` counters are at their targets. False: it took too long.
+__device__ __forceinline__ bool await(const PassData& data, const unsigned long long* counters, int count,
+                                      std::uint32_t low, std::uint32_t high, int lane) {
+  unsigned long long began = 0;
+  for (int i = lane; __any_sync(~0u, i < count); i += 32) {
+    auto done = [&] {
+      if (i >= count) return true;
+      const unsigned long long value = load_acquire(counters + i);
+      return static_cast<std::uint32_t>(value) >= low && static_cast<std::uint32_t>(value >> packed_shift) >= high;
+    };
+    unsigned spins = 0;
+    while (!__all_sync(~0u, done())) {
+      __nanosleep(32);
+      if ((++spins & 1023u) == 0) {
+        const unsigned long long now = global_time();
+        if (began == 0) began = now;
+        if (__any_sync(~0u, now - began > data.wait_limit_ns)) return false;
+      }
+    }
+  }
+  return true;
+}
+
+// Warp 0 of the first block of a cluster: takes tiles, waits for what they read, and tells both blocks.
+template <int N>
+__device__ __forceinline__ void take_tiles(SharedMemory<N>& shared, int lane) {
+  const PassData& data = shared.data();
+  __builtin_assume(data.pass.sizes.ranks == 1);
+  const std::int64_t tiles = schedule::tile_count(data.pass);
+  const auto* table = static_cast<const TileDescription*>(data.tiles);
+  RingPosition<SharedMemory<N>::Shape::works> mail(0);
+  auto take = [&]() -> unsigned long long {
+    return lane == 0 ? atomicAdd(data.counters.control + PassCounters::next_tile, 1ull) : 0ull;
+  };
+  unsigned long long taken = take();
+  await_descriptions(data, tiles);
+  std::int64_t index = 0;
+  while (index >= 0) {
+    index = static_cast<std::int64_t>(__shfl_sync(~0u, taken, 0));
+    if (index >= tiles) {
+      index = -1;
+    } else {
+      taken = take();  // in flight meanwhile
+      const TileDescription& tile = table[index];
+      const int4 local = __ldcg(reinterpret_cast<const int4*>(&tile.awaited));
+      const int4 arrivals = __ldcg(reinterpret_cast<const int4*>(&tile.arrival));
+      auto arrived = [&](int counter, std::uint32_t target) {
+        return target == 0 || await(data, data.counters.arrivals + counter, 1, target, 0, lane);
+      };
+      if (!(await(data, data.counters.local + local.x, local.y, local.z, local.w, lane) &&
+            arrived(arrivals.x, arrivals.y) && arrived(arrivals.z, arrivals.w))) {
+        index = -1;
+        if (lane == 0 && data.error) {
+          *data.error = {static_cast<std::int32_t>(tile.stage), tile.slot, tile.row_block, 0};
+          __threadfence_system();
+        }
+      }
+    }
+    barrier_wait_in_cluster(shared_address(&shared.mail_empty[mail.slot]), mail.parity ^ 1);
+    if (lane < cluster_blocks) {  // both have thereby waited as well
+      store_in_cluster(address_in(lane, shared_address(&shared.mail[mail.slot])), index);
+      barrier_arrive_in_cluster(address_in(lane, shared_address(&shared.mail_full[mail.slot])));
+    }
+    __syncwarp();
+    mail.next();
+  }
+}
+
+// Warp 3: hands tiles on to the warps of its block, and packs what they have beside them.
+template <int N>
+__device__ __forceinline__ void hand_on_tiles(SharedMemory<N>& shared, int lane) {
+  constexpr int slots = SharedMemory<N>::Shape::works;
+  const PassData& data = shared.data();
+  __builtin_assume(data.pass.sizes.ranks == 1);
+  const std::uint32_t rank = cluster_rank();
+  await_descriptions(data, schedule::tile_count(data.pass));
+  Packer<N> packer(shared, lane);
+  RingPosition<slots> position(0), mail(0);
+  std::uint32_t step = 0;
+  int ends = 0;  // each computing warpgroup gets an end of its own
+  while (ends < 2) {
+    std::int64_t index = -1;
+    if (ends == 0) {
+      barrier_wait_in_cluster(shared_address(&shared.mail_full[mail.slot]), mail.parity);
+      index = *const_cast<volatile std::int64_t*>(&shared.mail[mail.slot]);
+      barrier_arrive_in_cluster(address_in(0, shared_address(&shared.mail_empty[mail.slot])));
+      mail.next();
+    }
+    Work& work = shared.work[position.slot];
+    if (index < 0) {
+      barrier_wait(shared_address(&shared.work_empty[position.slot]), position.parity ^ 1);
+      if (lane == 0) work.last = true, work.k_steps = 0, work.first_step = step;
+      ++ends;
+      barrier_arrive(shared_address(&shared.work_full[position.slot]));
+      position.next();
+      continue;
+    }
+    // A lane has four words of the description.
+    constexpr int pieces = sizeof(TileDescription) / 16;
+    static_assert(sizeof(TileDescription) % 16 == 0 && pieces <= 32);
+    const TileDescription* description = static_cast<const TileDescription*>(data.tiles) + index;
+    int4 mine{};
+    if (lane < pieces) mine = __ldcg(reinterpret_cast<const int4*>(description) + lane);
+    auto word = [&](std::size_t offset) {
+      const int which = static_cast<int>(offset) / 4 % 4;
+      return __shfl_sync(~0u, which == 0 ? mine.x : which == 1 ? mine.y : which == 2 ? mine.z : mine.w,
+                         static_cast<int>(offset) / 16);
+    };
+    const auto stage = static_cast<Stage>(word(offsetof(TileDescription, stage)));
+    const int row_begin = word(offsetof(TileDescription, row_begin)), rows = word(offsetof(TileDescription, rows));
+    const bool has_rows = stage == Stage::gate_up || stage == Stage::down || stage == Stage::down_dgrad ||
+                          stage == Stage::gate_up_dgrad;
+    std::int32_t row_index[rows_per_tile / 32];
+    if (has_rows) {
+      const bool routed = word(offsetof(TileDescription, group)) == 0;
+#pragma unroll
+      for (int i = 0; i < rows_per_tile / 32; ++i) {
+        const int r = lane + 32 * i;
+        if (r < rows) row_index[i] = routed ? data.pass.layout.row_route[row_begin + r] : row_begin + r;
+      }
+    }
+    const int column = word(offsetof(TileDescription, column)), columns = word(offsetof(TileDescription, columns)),
+              half = word(offsetof(TileDescription, half)), k_steps = word(offsetof(TileDescription, k_steps)),
+              pack_block = word(offsetof(TileDescription, pack_block)),
+              pack_row = word(offsetof(TileDescription, pack_row)),
+              pack_rows = word(offsetof(TileDescription, pack_rows));
+    barrier_wait(shared_address(&shared.work_empty[position.slot]), position.parity ^ 1);
+    if (lane < pieces) reinterpret_cast<int4*>(static_cast<TileDescription*>(&work))[lane] = mine;
+    __syncwarp();
+    if (lane == 0) {
+      work.last = false;
+      work.first_step = step;
+      work.column = column + static_cast<int>(rank) * half;
+      work.columns = max(0, min(half, columns - static_cast<int>(rank) * half));
+    }
+    if (has_rows) {
+#pragma unroll
+      for (int i = 0; i < rows_per_tile / 32; ++i) {
+        if (lane + 32 * i < rows) work.row_index[lane + 32 * i] = row_index[i];
+      }
+    }
+    barrier_arrive(shared_address(&shared.work_full[position.slot]));
+    __syncwarp();
+    step += k_steps;
+    position.next();
+    if (pack_block >= 0) packer.pack(stage, pack_row, pack_rows, pack_block);
+  }
+  // Counters are clean again once every block has stopped using them.
+  const schedule::CounterMap& map = shared.map();
+  named_barrier_sync(barrier_end, 2 * consumer_threads + 2 * 32);
+  unsigned long long finished = 0;
+  if (lane == 0) {
+    __threadfence();
+    finished = atomicAdd(data.counters.control + PassCounters::finished_blocks, 1ull);
+    __threadfence();
+  }
+  if (__shfl_sync(~0u, finished, 0) == gridDim.x - 1) {
+    for (std::int64_t i = lane; i < map.local_size; i += 32) data.counters.local[i] = 0;
+    for (std::int64_t i = lane; i < map.arrivals_size; i += 32) data.counters.arrivals[i] = 0;
+    if (lane < PassCounters::control_counters) data.counters.control[lane] = 0;
+  }
+}
+
+}  // namespace moelith::executors::cuda::sm90
