@@ -163,7 +163,7 @@ class Bench {
     auto tune = [](const char* name, std::int32_t& value) {
       if (const char* text = std::getenv(name)) value = std::atoi(text);
     };
-    tune("GROUP", s.tile.group_blocks), tune("RASTER", s.tile.raster_blocks);
+    tune("GROUP", s.tile.group_blocks), tune("RASTER", s.tile.raster_blocks), tune("TOKENS", s.tile.token_block);
     s.max_row_blocks = schedule::ceil_div(routes, s.tile.row_block) + c.experts;
     s.max_chunks = schedule::ceil_div(t, s.chunk_tokens);
     s.recompute = c.recompute;

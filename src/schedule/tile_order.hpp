@@ -126,10 +126,10 @@ MOELITH_HD inline WeightGradientTiles weight_gradient_tiles(const Sizes& sizes, 
 
 MOELITH_HD inline std::int64_t combine_tiles(const Sizes& sizes) { return sizes.token_blocks() * sizes.hidden_tiles(); }
 
-// Column by column: the slots' columns become complete in that order.
+// Token block by token block, so that whole rows are read and written together.
 MOELITH_HD inline Tile combine_tile(const Sizes& sizes, std::int64_t index) {
-  const std::int64_t blocks = sizes.token_blocks();
-  return {Stage::combine, 0, remainder_of(index, blocks), static_cast<std::int32_t>(quotient(index, blocks))};
+  const std::int64_t columns = sizes.hidden_tiles(), block = quotient(index, columns);
+  return {Stage::combine, 0, block, static_cast<std::int32_t>(index - block * columns)};
 }
 
 MOELITH_HD inline std::int64_t weight_gradient_tile_count(const Sizes& sizes) {

@@ -1,4 +1,5 @@
-// The loading warps: what each stage of a pass has the copy engine bring into the ring.
+// The loading warps: what each stage of a pass has the copy engine bring into the ring. What it reads was made known to
+// the copy engine by those who wrote it, before they signalled.
 #pragma once
 
 #include "executors/cuda/sm90_pass.cuh"
@@ -40,7 +41,6 @@ __device__ __forceinline__ void load_a(const Parameters& p, SharedMemory<N>& sha
     __syncwarp();
     position.next();
     if (job.last) break;
-    fence_async_all();  // what the tile waited for was written by ordinary stores
     const GroupMaps& maps = p.maps[job.group];
     const CUtensorMap* map = &maps.x;
     if (job.stage == Stage::down) map = &maps.activated;
@@ -87,7 +87,6 @@ __device__ __forceinline__ void load_b(const Parameters& p, SharedMemory<N>& sha
     __syncwarp();
     position.next();
     if (job.last) break;
-    fence_async_all();
     const GroupMaps& maps = p.maps[job.group];
     const bool of_down = job.stage == Stage::down || job.stage == Stage::down_dgrad;
     const bool again = job.stage == Stage::gate_up && sizes.direction == schedule::Direction::backward;

@@ -23,7 +23,7 @@ __device__ inline bool packs_x_later(const PassData& data) {
   const schedule::Sizes& sizes = data.pass.sizes;
   return sizes.direction == schedule::Direction::backward && !sizes.recompute && sizes.want_dx && data.packed_x;
 }
-// The stage that has the rows of the next group beside it.
+// The stage that has rows of later blocks beside it.
 __device__ inline bool packs_ahead(const schedule::Sizes& sizes, Stage stage) {
   return stage ==
          (sizes.direction == schedule::Direction::forward || sizes.recompute ? Stage::gate_up : Stage::down_dgrad);
@@ -109,13 +109,25 @@ class Packer {
     const bool x = data.packed_x && (later || !packs_x_later(data)), dy = data.packed_dy && !later;
     const int first = row + static_cast<int>(cluster_rank()), last = row + rows;
     const int count = last > first ? (last - first + cluster_blocks - 1) / cluster_blocks : 0;
+    publish();
     for (int begin = first; begin < last; begin += 32 * cluster_blocks) copy(x, dy, begin, last);
+    counter_ = static_cast<int>(later ? map.down_dgrad_done : map.gate_up_done) + block;
+    amount_ = later ? 1 : count;
+  }
+  // Tells of the last tile's rows, once they have arrived in memory: not at once, since that takes a while, but before
+  // this warp waits for anything that might wait for them.
+  __device__ __forceinline__ void publish() {
+    if (amount_ == 0) return;
     bulk_wait();
     finish_packing();
-    if (lane_ == 0 && (later || count > 0)) {
-      add_release(data.counters.local + (later ? map.down_dgrad_done : map.gate_up_done) + block,
-                  static_cast<unsigned long long>(later ? 1 : count) << packed_shift);
+    if (lane_ == 0) {
+      add_release(shared_.data().counters.local + counter_, static_cast<unsigned long long>(amount_) << packed_shift);
     }
+    amount_ = 0;
+  }
+  // .. unless the barrier's phase is complete, so that there is nothing to wait for.
+  __device__ __forceinline__ void publish_unless(std::uint32_t barrier, std::uint32_t parity) {
+    if (amount_ != 0 && !__all_sync(~0u, barrier_complete(barrier, parity))) publish();
   }
 
  private:
@@ -161,6 +173,7 @@ class Packer {
   SharedMemory<N>& shared_;
   const int lane_;
   std::uint32_t parity_ = 0;
+  int counter_ = 0, amount_ = 0;  // not told yet
 };
 
 }  // namespace moelith::executors::cuda::sm90

@@ -87,13 +87,13 @@ template <int N>
 struct BlockShape {
   static_assert(N == 128 || N == 192);
   static constexpr int a_bytes = rows_per_tile * 128, b_bytes = N * 128, stage_bytes = a_bytes + b_bytes;
-  static constexpr int stages = N == 192 ? 5 : 6;
+  static constexpr int stages = N == 192 ? 4 : 5;
   // Of a thread, and of one that computes; together 504 for one and two. Beside the sums of 128 x 192 few are left.
   static constexpr int fetch_registers = N == 192 ? 56 : 72, compute_registers = N == 192 ? 224 : 216;
   static constexpr int down_dgrad_columns = 128;  // its epilogue needs more registers than the others
   static constexpr int works = 4;
   static constexpr int staging_bytes = 2048;  // of each computing warp: 16 rows of 128 bytes
-  static constexpr int pack_piece = 1024, pack_pieces = N == 192 ? 5 : 13;  // rows that are packed go through these
+  static constexpr int pack_piece = 1024, pack_pieces = 32;  // rows that are packed go through these
 };
 
 template <int N>

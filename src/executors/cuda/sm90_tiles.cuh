@@ -239,14 +239,18 @@ __device__ __forceinline__ void hand_on_tiles(SharedMemory<N>& shared, int lane)
   while (ends < 2) {
     std::int64_t index = -1;
     if (ends == 0) {
-      barrier_wait_in_cluster(shared_address(&shared.mail_full[mail.slot]), mail.parity);
+      const std::uint32_t full = shared_address(&shared.mail_full[mail.slot]);
+      packer.publish_unless(full, mail.parity);
+      barrier_wait_in_cluster(full, mail.parity);
       index = *const_cast<volatile std::int64_t*>(&shared.mail[mail.slot]);
       barrier_arrive_in_cluster(address_in(0, shared_address(&shared.mail_empty[mail.slot])));
       mail.next();
     }
     Work& work = shared.work[position.slot];
+    const std::uint32_t empty = shared_address(&shared.work_empty[position.slot]);
     if (index < 0) {
-      barrier_wait(shared_address(&shared.work_empty[position.slot]), position.parity ^ 1);
+      packer.publish();
+      barrier_wait(empty, position.parity ^ 1);
       if (lane == 0) work.last = true, work.k_steps = 0, work.first_step = step;
       ++ends;
       barrier_arrive(shared_address(&shared.work_full[position.slot]));
@@ -282,7 +286,8 @@ __device__ __forceinline__ void hand_on_tiles(SharedMemory<N>& shared, int lane)
               pack_block = word(offsetof(TileDescription, pack_block)),
               pack_row = word(offsetof(TileDescription, pack_row)),
               pack_rows = word(offsetof(TileDescription, pack_rows));
-    barrier_wait(shared_address(&shared.work_empty[position.slot]), position.parity ^ 1);
+    packer.publish_unless(empty, position.parity ^ 1);
+    barrier_wait(empty, position.parity ^ 1);
     if (lane < pieces) reinterpret_cast<int4*>(static_cast<TileDescription*>(&work))[lane] = mine;
     __syncwarp();
     if (lane == 0) {
