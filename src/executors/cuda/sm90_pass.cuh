@@ -53,6 +53,7 @@ struct Parameters {
 // A tile, worked out (sm90_tiles.cuh): what is alike for both blocks of the cluster.
 struct alignas(16) TileDescription {
   Stage stage;
+  std::uint8_t unused[3] = {};           // it is copied as whole words
   std::int32_t group, slot, expert;      // slot: schedule::Tile's expert; expert: index within the group's tensors
   std::int32_t row_block, column_block;  // of the tile
   std::int32_t rows;                     // of the output tile, 1 to 128; tokens of a combine tile
