@@ -18,20 +18,10 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from moelith import _moelith
 from moelith.config import LayerConfig
-from moelith.runtime import BUFFER_ALIGNMENT, SINGLE_HANDLE, Group, aligned_empty, view
+from moelith.runtime import BUFFER_ALIGNMENT, SINGLE_HANDLE, Group, aligned_empty
 
-_TENSOR_INPUTS = (
-    "x",
-    "router_logits",
-    "topk_ids",
-    "topk_weights",
-    "selection_bias",
-    "shared_gate_logits",
-    "num_valid_tokens",
-)
-_DIFFERENTIABLE = ("x", "router_logits", "topk_weights", "shared_gate_logits")
-_RESULTS = ("y", "topk_ids", "topk_weights", "expert_counts", "aux_loss", "z_loss")
-_UPSTREAM = ("y", "topk_weights", "aux_loss", "z_loss")
+_TENSOR_INPUTS = tuple(_moelith.Inputs.names)
+_DIFFERENTIABLE = tuple(_moelith.InputGradients.names)
 
 
 @functools.lru_cache(maxsize=None)
@@ -40,31 +30,16 @@ def parsed_config(key: str) -> LayerConfig:
 
 
 @functools.lru_cache(maxsize=None)
-def _owner_and_kind(name: str):
-    """"shared.3.down_proj" -> (3, "down_proj"); "down_proj" -> (None, "down_proj")"""
-    owner, _, kind = name.rpartition(".")
-    return (int(owner.removeprefix("shared.")) if owner else None), kind
-
-
-def _fill_weights(target, shared_type, config, tensors, convert):
-    """Sets the members of a Weights or WeightGradients from a list in the order of LayerConfig.weights; None is left out."""
-    layer = parsed_config(config)
-    shared = [shared_type() for _ in layer.shared_experts]
-    for name, tensor in zip(layer.weights, tensors, strict=True):
-        if tensor is not None:
-            owner, kind = _owner_and_kind(name)
-            setattr(target if owner is None else shared[owner], kind, convert(tensor, name))
-    target.shared = shared
-    return target
+def _places(key: str):
+    config = parsed_config(key)
+    return _moelith.WeightPlaces(list(config.weights), len(config.shared_experts))
 
 
 def _prepared(tensors):
-    """The inputs by name, copied where their layout is none that the library takes; weights are never copied."""
+    """The inputs, copied where their layout is none that the library takes; weights are never copied."""
     # PyTorch resolves a lazy negation (as the imaginary part of a conjugate has) in arguments, but not in lists of them.
-    tensors = (tensor if tensor is None else tensor.resolve_neg() for tensor in tensors)
-    named = dict(zip(_TENSOR_INPUTS, tensors, strict=True))
-    named["x"] = _rows(named["x"])
-    return {name: tensor if tensor is None or name == "x" else tensor.contiguous() for name, tensor in named.items()}
+    x, *others = (tensor if tensor is None else tensor.resolve_neg() for tensor in tensors)
+    return [_rows(x), *(tensor if tensor is None else tensor.contiguous() for tensor in others)]
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -72,16 +47,6 @@ def _rows(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous() or (tensor.dim() == 2 and tensor.stride(1) == 1 and tensor.stride(0) >= tensor.shape[1]):
         return tensor
     return tensor.contiguous()
-
-
-def _native_inputs(tensors, weights, config, num_sequences):
-    inputs = _moelith.Inputs()
-    for name, tensor in tensors.items():
-        if tensor is not None:
-            setattr(inputs, name, view(tensor, name))
-    inputs.num_sequences = num_sequences
-    inputs.weights = _fill_weights(_moelith.Weights(), _moelith.Weights.Shared, config, weights, view)
-    return inputs
 
 
 def accumulator_dtype(dtype):
@@ -93,7 +58,7 @@ def _stream(device):
 
 
 def _empty_outputs(x, config):
-    """Uninitialised tensors for _RESULTS."""
+    """Uninitialised tensors for _moelith.Outputs.names."""
     layer = parsed_config(config)
     accumulator = accumulator_dtype(x.dtype)
     tokens = x.shape[0]
@@ -134,14 +99,12 @@ def moe(
         tensors = _prepared(
             (x, router_logits, topk_ids, topk_weights, selection_bias, shared_gate_logits, num_valid_tokens)
         )
-        x = tensors["x"]
+        x = tensors[0]
         plan = owner.plan(config, options, x.dtype, x.device.type, x.shape[0])
         sizes = plan.buffer_sizes(x.shape[0])
-        inputs = _native_inputs(tensors, weights, config, num_sequences)
+        inputs = _moelith.Inputs(tensors, weights, _places(config), num_sequences)
         results = _empty_outputs(x, config)
-        outputs = _moelith.Outputs()
-        for name, result in zip(_RESULTS, results):
-            setattr(outputs, name, view(result, name))
+        outputs = _moelith.Outputs(results)
         saved = aligned_empty(sizes.saved, x.device) if save else x.new_empty((0,), dtype=torch.uint8)
         workspace = owner.workspace(sizes.workspace, x.device)
         plan.forward(
@@ -304,42 +267,27 @@ def _run_backward(
 ):
     with Group.of(group) as owner:
         tensors = _prepared(tensors)
-        x = tensors["x"]
+        x = tensors[0]
         if saved.data_ptr() % BUFFER_ALIGNMENT:  # a hook on saved tensors moved it
             saved = aligned_empty(saved.numel(), saved.device).copy_(saved)
 
-        output_gradients = _moelith.OutputGradients()
-        upstream = {name: _rows(tensor.resolve_neg()) for name, tensor in zip(_UPSTREAM, upstream) if tensor is not None}
-        for name, tensor in upstream.items():
-            setattr(output_gradients, name, view(tensor, f"gradient of {name}"))
-
-        remaining = iter(gradients)
-        input_gradients = _moelith.InputGradients()
-        for i, name in enumerate(_DIFFERENTIABLE):
-            if wanted >> i & 1:
-                setattr(input_gradients, name, view(next(remaining), f"gradient of {name}"))
-        remaining_main = iter(main_gradients)
-        of_weights = [None] * len(weights)  # (tensor, whether to add to it)
+        upstream = [tensor if tensor is None else _rows(tensor.resolve_neg()) for tensor in upstream]
+        remaining, remaining_main = iter(gradients), iter(main_gradients)
+        of_inputs = [next(remaining) if wanted >> i & 1 else None for i in range(len(_DIFFERENTIABLE))]
+        of_weights = [None] * len(weights)
         for i in range(len(weights)):
             if main_gradient_mask >> i & 1:
-                of_weights[i] = (next(remaining_main), True)
+                of_weights[i] = next(remaining_main)
             elif wanted >> len(_DIFFERENTIABLE) + i & 1:
-                of_weights[i] = (next(remaining), False)
-        input_gradients.weights = _fill_weights(
-            _moelith.WeightGradients(),
-            _moelith.WeightGradients.Shared,
-            config,
-            of_weights,
-            lambda target, name: _moelith.Gradient(view(target[0], f"gradient of {name}"), target[1]),
-        )
+                of_weights[i] = next(remaining)
+        places = _places(config)
         plan = owner.plan(config, options, x.dtype, x.device.type, x.shape[0])
         workspace = owner.workspace(plan.buffer_sizes(x.shape[0]).workspace, x.device)
-        inputs = _native_inputs(tensors, weights, config, num_sequences)
         plan.backward(
-            inputs,
+            _moelith.Inputs(tensors, weights, places, num_sequences),
             saved.data_ptr(),
-            output_gradients,
-            input_gradients,
+            _moelith.OutputGradients(upstream),
+            _moelith.InputGradients(of_inputs, of_weights, places, main_gradient_mask),
             workspace.data_ptr(),
             _stream(x.device),
             watch_signals=owner.waits_on_main_thread(),
@@ -360,7 +308,8 @@ def moe_backward(
 ) -> List[Tensor]:
     """-> the gradients whose bits are set in `wanted`: of _DIFFERENTIABLE, then of the weights.
 
-    tensors: the inputs of `moe` named in _TENSOR_INPUTS; upstream: the gradients of its outputs named in _UPSTREAM.
+    tensors: the inputs of `moe` named in _TENSOR_INPUTS; upstream: the gradients of its outputs
+    named in _moelith.OutputGradients.names.
     """
     gradients = _gradient_buffers(tensors, weights, wanted)
     settings = (config, options, group, num_sequences)
@@ -415,7 +364,7 @@ def _(
 
 @torch.library.custom_op("moelith::update_selection_bias", mutates_args=("bias",))
 def update_selection_bias(bias: Tensor, counts: Tensor, rate: float) -> None:
-    _moelith.update_selection_bias(view(bias, "bias"), view(counts, "counts"), rate)
+    _moelith.update_selection_bias(_moelith.view(bias, "bias"), _moelith.view(counts, "counts"), rate)
 
 
 @update_selection_bias.register_fake

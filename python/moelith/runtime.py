@@ -1,4 +1,4 @@
-"""Groups, and what is kept for each of them between calls: plans, the workspace, and the views of tensors."""
+"""Groups, and what is kept for each of them between calls: plans and the workspace."""
 
 import itertools
 import json
@@ -22,6 +22,7 @@ _DTYPES = {
     torch.int32: _moelith.DataType.int32,
     torch.uint8: _moelith.DataType.uint8,
 }
+_moelith.know_dtypes(_DTYPES)
 SINGLE_HANDLE = "0"  # of the group of one rank
 BUFFER_ALIGNMENT = 256  # bytes, of saved buffers and of the workspace (include/moelith/layer.hpp)
 _SMALLEST_PLAN = 64  # tokens
@@ -29,18 +30,6 @@ _SMALLEST_PLAN = 64  # tokens
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def view(tensor: torch.Tensor, name: str):
-    """The TensorView of a tensor, which the caller keeps alive. A scalar is seen as of shape [1]."""
-    dtype = _DTYPES.get(tensor.dtype)
-    if dtype is None:
-        accepted = ", ".join(dtype_name(d) for d in _DTYPES if d.is_floating_point == tensor.is_floating_point())
-        raise ValueError(f"{name}: dtype {dtype_name(tensor.dtype)}; accepted: {accepted}")
-    shape = tensor.shape or (1,)
-    if tensor.is_contiguous():
-        return _moelith.TensorView(tensor.data_ptr(), dtype, shape)
-    return _moelith.TensorView(tensor.data_ptr(), dtype, shape, tensor.stride())
 
 
 def aligned_empty(nbytes: int, device: torch.device) -> torch.Tensor:

@@ -3,8 +3,13 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <chrono>
 #include <future>
+#include <iterator>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "binding.hpp"
 #include "moelith/group.hpp"
@@ -18,69 +23,155 @@ using Unlocked = nb::call_guard<nb::gil_scoped_release>;
 
 void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
 
-// Members of the types that hold the tensors of one expert stack: routed or shared, values or gradients.
+// The tensors of the structs that passes take, in the order in which Python gives them.
 template <class Struct>
-nb::class_<Struct> expert_tensors(nb::handle scope, const char* name) {
-  return nb::class_<Struct>(scope, name)
-      .def(nb::init<>())
-      .def_rw("gate_up_proj", &Struct::gate_up_proj)
-      .def_rw("gate_up_bias", &Struct::gate_up_bias)
-      .def_rw("down_proj", &Struct::down_proj)
-      .def_rw("down_bias", &Struct::down_bias);
+struct Field {
+  const char* name;
+  TensorView Struct::* member;
+};
+constexpr Field<Inputs> input_fields[] = {
+    {"x", &Inputs::x},
+    {"router_logits", &Inputs::router_logits},
+    {"topk_ids", &Inputs::topk_ids},
+    {"topk_weights", &Inputs::topk_weights},
+    {"selection_bias", &Inputs::selection_bias},
+    {"shared_gate_logits", &Inputs::shared_gate_logits},
+    {"num_valid_tokens", &Inputs::num_valid_tokens},
+};
+constexpr Field<Outputs> output_fields[] = {
+    {"y", &Outputs::y},
+    {"topk_ids", &Outputs::topk_ids},
+    {"topk_weights", &Outputs::topk_weights},
+    {"expert_counts", &Outputs::expert_counts},
+    {"aux_loss", &Outputs::aux_loss},
+    {"z_loss", &Outputs::z_loss},
+};
+constexpr Field<OutputGradients> output_gradient_fields[] = {
+    {"y", &OutputGradients::y},
+    {"topk_weights", &OutputGradients::topk_weights},
+    {"aux_loss", &OutputGradients::aux_loss},
+    {"z_loss", &OutputGradients::z_loss},
+};
+constexpr Field<InputGradients> input_gradient_fields[] = {
+    {"x", &InputGradients::x},
+    {"router_logits", &InputGradients::router_logits},
+    {"topk_weights", &InputGradients::topk_weights},
+    {"shared_gate_logits", &InputGradients::shared_gate_logits},
+};
+
+template <class Struct, std::size_t Count>
+std::vector<std::string> names_of(const Field<Struct> (&fields)[Count]) {
+  std::vector<std::string> names;
+  for (const auto& field : fields) names.emplace_back(field.name);
+  return names;
 }
 
+// Sets the fields from a sequence of as many tensors or None.
+template <class Struct, std::size_t Count>
+void set_fields(Struct& target, const Field<Struct> (&fields)[Count], const nb::sequence& tensors, const char* what) {
+  if (nb::len(tensors) != Count) throw nb::value_error("as many tensors are needed as there are names");
+  for (std::size_t i = 0; i < Count; ++i) {
+    const nb::object tensor = tensors[i];
+    if (!tensor.is_none()) target.*fields[i].member = view_of(tensor, std::string(what) + fields[i].name);
+  }
+}
+
+// Where each of a layer's weights belongs, from their names (LayerConfig.weights): "down_proj", "shared.3.down_proj".
+class WeightPlaces {
+ public:
+  WeightPlaces(std::vector<std::string> names, std::size_t shared_experts)
+      : names_(std::move(names)), shared_experts_(shared_experts) {
+    for (const std::string& name : names_) {
+      const std::size_t dot = name.rfind('.');
+      const std::string member = dot == std::string::npos ? name : name.substr(dot + 1);
+      const auto found = std::find(std::begin(members), std::end(members), member);
+      int owner = routed;
+      if (dot != std::string::npos) owner = std::stoi(name.substr(name.find('.') + 1));
+      if (found == std::end(members) || owner >= static_cast<int>(shared_experts_))
+        throw nb::value_error(("no weight is named " + name).c_str());
+      places_.push_back({owner, static_cast<int>(found - std::begin(members))});
+    }
+  }
+  // Sets all weights that are not None to convert(tensor, index, name).
+  template <class Experts, class Convert>
+  Experts fill(const nb::sequence& tensors, Convert&& convert) const {
+    if (nb::len(tensors) != names_.size()) throw nb::value_error("as many tensors are needed as the layer has weights");
+    Experts experts;
+    experts.shared.resize(shared_experts_);
+    for (std::size_t i = 0; i < names_.size(); ++i) {
+      const nb::object tensor = tensors[i];
+      if (tensor.is_none()) continue;
+      const auto [owner, member] = places_[i];
+      (owner == routed ? member_of(experts, member) : member_of(experts.shared[static_cast<std::size_t>(owner)], member)) =
+          convert(tensor, i, names_[i]);
+    }
+    return experts;
+  }
+
+ private:
+  static constexpr int routed = -1;
+  static constexpr const char* members[] = {"gate_up_proj", "gate_up_bias", "down_proj", "down_bias"};
+  template <class Owner>
+  static auto& member_of(Owner& owner, int member) {
+    return member == 0 ? owner.gate_up_proj : member == 1 ? owner.gate_up_bias : member == 2 ? owner.down_proj : owner.down_bias;
+  }
+  struct Place {
+    int owner, member;
+  };
+  std::vector<std::string> names_;
+  std::size_t shared_experts_;
+  std::vector<Place> places_;
+};
+
 void bind_tensors_of_passes(nb::module_& module) {
-  nb::class_<Gradient>(module, "Gradient")
-      .def(nb::init<>())
+  nb::class_<WeightPlaces>(module, "WeightPlaces", "Where each of a layer's weights belongs.")
+      .def(nb::init<std::vector<std::string>, std::size_t>(), nb::arg("names"), nb::arg("shared_experts"));
+  nb::class_<Inputs>(module, "Inputs")
       .def(
           "__init__",
-          [](Gradient* self, const TensorView& tensor, bool accumulate) { new (self) Gradient{tensor, accumulate}; },
-          nb::arg("tensor"), nb::arg("accumulate") = false)
-      .def_rw("tensor", &Gradient::tensor)
-      .def_rw("accumulate", &Gradient::accumulate);
-
-  auto weights = expert_tensors<Weights>(module, "Weights");
-  expert_tensors<Weights::Shared>(weights, "Shared");
-  weights.def_rw("shared", &Weights::shared);
-  auto weight_gradients = expert_tensors<WeightGradients>(module, "WeightGradients");
-  expert_tensors<WeightGradients::Shared>(weight_gradients, "Shared");
-  weight_gradients.def_rw("shared", &WeightGradients::shared);
-
-  nb::class_<Inputs>(module, "Inputs")
-      .def(nb::init<>())
-      .def_rw("x", &Inputs::x)
-      .def_rw("router_logits", &Inputs::router_logits)
-      .def_rw("topk_ids", &Inputs::topk_ids)
-      .def_rw("topk_weights", &Inputs::topk_weights)
-      .def_rw("selection_bias", &Inputs::selection_bias)
-      .def_rw("shared_gate_logits", &Inputs::shared_gate_logits)
-      .def_rw("num_valid_tokens", &Inputs::num_valid_tokens)
-      .def_rw("num_sequences", &Inputs::num_sequences)
-      .def_rw("weights", &Inputs::weights);
-
+          [](Inputs* self, const nb::sequence& tensors, const nb::sequence& weights, const WeightPlaces& places,
+             std::int64_t num_sequences) {
+            new (self) Inputs;
+            set_fields(*self, input_fields, tensors, "");
+            self->num_sequences = num_sequences;
+            self->weights = places.fill<Weights>(
+                weights, [](nb::handle tensor, std::size_t, const std::string& name) { return view_of(tensor, name); });
+          },
+          nb::arg("tensors"), nb::arg("weights"), nb::arg("places"), nb::arg("num_sequences"))
+      .def_prop_ro_static("names", [](nb::handle) { return names_of(input_fields); });
   nb::class_<Outputs>(module, "Outputs")
-      .def(nb::init<>())
-      .def_rw("y", &Outputs::y)
-      .def_rw("topk_ids", &Outputs::topk_ids)
-      .def_rw("topk_weights", &Outputs::topk_weights)
-      .def_rw("expert_counts", &Outputs::expert_counts)
-      .def_rw("aux_loss", &Outputs::aux_loss)
-      .def_rw("z_loss", &Outputs::z_loss);
-
+      .def(
+          "__init__",
+          [](Outputs* self, const nb::sequence& tensors) {
+            new (self) Outputs;
+            set_fields(*self, output_fields, tensors, "");
+          },
+          nb::arg("tensors"))
+      .def_prop_ro_static("names", [](nb::handle) { return names_of(output_fields); });
   nb::class_<OutputGradients>(module, "OutputGradients")
-      .def(nb::init<>())
-      .def_rw("y", &OutputGradients::y)
-      .def_rw("topk_weights", &OutputGradients::topk_weights)
-      .def_rw("aux_loss", &OutputGradients::aux_loss)
-      .def_rw("z_loss", &OutputGradients::z_loss);
-
+      .def(
+          "__init__",
+          [](OutputGradients* self, const nb::sequence& tensors) {
+            new (self) OutputGradients;
+            set_fields(*self, output_gradient_fields, tensors, "gradient of ");
+          },
+          nb::arg("tensors"))
+      .def_prop_ro_static("names", [](nb::handle) { return names_of(output_gradient_fields); });
   nb::class_<InputGradients>(module, "InputGradients")
-      .def(nb::init<>())
-      .def_rw("x", &InputGradients::x)
-      .def_rw("router_logits", &InputGradients::router_logits)
-      .def_rw("topk_weights", &InputGradients::topk_weights)
-      .def_rw("shared_gate_logits", &InputGradients::shared_gate_logits)
-      .def_rw("weights", &InputGradients::weights);
+      .def(
+          "__init__",
+          [](InputGradients* self, const nb::sequence& tensors, const nb::sequence& weights, const WeightPlaces& places,
+             std::uint64_t accumulate) {
+            new (self) InputGradients;
+            set_fields(*self, input_gradient_fields, tensors, "gradient of ");
+            self->weights = places.fill<WeightGradients>(
+                weights, [&](nb::handle tensor, std::size_t i, const std::string& name) {
+                  return Gradient{view_of(tensor, "gradient of " + name), (accumulate >> i & 1) != 0};
+                });
+          },
+          nb::arg("tensors"), nb::arg("weights"), nb::arg("places"), nb::arg("accumulate") = 0,
+          "accumulate: bit i says that the gradient of weight i is added to what is there.")
+      .def_prop_ro_static("names", [](nb::handle) { return names_of(input_gradient_fields); });
 }
 
 // The result of call(), which may wait for other ranks of the group; called without the interpreter's lock.
