@@ -1,5 +1,6 @@
 // Where everything lies inside the caller's buffers and the symmetric memory. Offsets in bytes, aligned to 256, or
-// `absent`. One description for every device.
+// `absent`. One description for every device; what a device keeps beside it, its executor's layer adds behind it
+// (cuda_layer.cu: packed rows, descriptions of tiles, the counters of backward).
 #pragma once
 
 #include <cstdint>

@@ -399,11 +399,12 @@ class CudaLayer final : public DeviceLayer {
 
   // A pass that gave up has told so since the last call.
   void check_error() const {
-    const volatile PassError& error = *error_;
+    volatile PassError& error = *error_;
     if (error.stage < 0) return;
     const std::string text = std::string("an earlier pass of this plan gave up waiting in stage ") +
                              schedule::to_string(static_cast<schedule::Stage>(error.stage)) + ", expert " + std::to_string(error.expert) +
                              ", row block " + std::to_string(error.row_block) + "; its results are incomplete";
+    error.stage = -1, error.claimed = 0;  // told once
     throw Error(Status::timed_out, text);
   }
 

@@ -1,4 +1,5 @@
-// What a tile waits for and what it raises. Nothing else orders the work of a pass.
+// What a tile waits for and what it raises. Nothing else orders the work of a pass, but for copies that an executor makes
+// beside its tiles for later ones of the order (the sm_90a executor's packed rows, sm90_pack.cuh).
 //
 // Counters lie in three arrays; those of the first two are 0 when a pass starts, which its executor sees to:
 //   local     raised by this rank's workers only;

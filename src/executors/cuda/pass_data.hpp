@@ -80,7 +80,7 @@ struct PassCounters {
 
 // Why a pass gave up, written to host-visible memory; stage -1: it did not.
 struct PassError {
-  std::int32_t stage = -1, expert = 0, row_block = 0, reserved = 0;
+  std::int32_t stage = -1, expert = 0, row_block = 0, claimed = 0;  // claimed: 1 once a block writes the others
 };
 
 // What one computing warpgroup did with one tile.

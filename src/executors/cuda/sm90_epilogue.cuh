@@ -47,7 +47,6 @@ __device__ __forceinline__ void unpack(uint4 v, float (&f)[8]) {
 __device__ __forceinline__ uint4 pack(const float (&f)[8]) {
   return {pack_bfloat16(f[0], f[1]), pack_bfloat16(f[2], f[3]), pack_bfloat16(f[4], f[5]), pack_bfloat16(f[6], f[7])};
 }
-__device__ __forceinline__ void round_all(float (&f)[8]) { unpack(pack(f), f); }
 
 // Bias of the first `columns` of a product's N columns (0 for the others) into the warp's shared memory as bfloat16;
 // place(c): where that of columns c and c + 1 is.

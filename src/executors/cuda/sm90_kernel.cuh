@@ -4,6 +4,7 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstddef>
 #include <string>
 
@@ -121,7 +122,7 @@ __device__ __forceinline__ void compute_tiles(SharedMemory<N>& shared, int group
     position.next();
     position.next();
   }
-  named_barrier_arrive(barrier_end, 2 * consumer_threads + 2 * 32);
+  named_barrier_arrive(barrier_end, end_threads);
 }
 
 template <Direction Pass, int N>
@@ -175,6 +176,24 @@ __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ P
   cluster_sync();  // the other block may still write here, or signal
 }
 
+// Number of SMs of the current device, on which the kernel may use its shared memory from the first call on.
+template <Direction Pass, int N>
+int prepare_device() {
+  constexpr int remembered = 32;  // devices
+  static std::atomic<int> counts[remembered] = {};
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  if (device < remembered) {
+    if (const int known = counts[device].load(std::memory_order_acquire)) return known;
+  }
+  int count = 0;
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "multiprocessor count");
+  check(cudaFuncSetAttribute(run_pass<Pass, N>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes<N>),
+        "shared memory of the pass");
+  if (device < remembered) counts[device].store(count, std::memory_order_release);
+  return count;
+}
+
 template <Direction Pass, int N>
 void launch(const PassData& data, int blocks, cudaStream_t stream) {
   const schedule::Sizes& sizes = data.pass.sizes;
@@ -219,14 +238,7 @@ void launch(const PassData& data, int blocks, cudaStream_t stream) {
                               hidden, true);
     }
   }
-  static const int multiprocessors = [] {
-    int device = 0, count = 0;
-    check(cudaGetDevice(&device), "cudaGetDevice");
-    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "multiprocessor count");
-    check(cudaFuncSetAttribute(run_pass<Pass, N>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes<N>),
-          "shared memory of the pass");
-    return count;
-  }();
+  const int multiprocessors = prepare_device<Pass, N>();
   if (blocks <= 0 || blocks > multiprocessors) blocks = multiprocessors;
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;

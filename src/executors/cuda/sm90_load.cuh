@@ -69,7 +69,6 @@ __device__ __forceinline__ void load_a(const Parameters& p, SharedMemory<N>& sha
       ring.next();
     }
   }
-  named_barrier_arrive(barrier_end, 2 * consumer_threads + 2 * 32);
 }
 
 // Warp 2.

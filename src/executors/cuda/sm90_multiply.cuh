@@ -71,7 +71,7 @@ __device__ __forceinline__ void multiply_stages(SharedMemory<RingN>& shared, Sum
 #pragma unroll
       for (int m = 0; m < Blocks; ++m) {
         product<n, A, B>(sums.value[m], operand_descriptor<A>(a + kk * k_step_bytes<A> + m * 8192),
-                         operand_descriptor<B>(b + kk * k_step_bytes<B>), true);
+                         operand_descriptor<B>(b + kk * k_step_bytes<B>));
       }
     }
     product_commit();

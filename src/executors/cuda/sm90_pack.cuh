@@ -6,7 +6,8 @@
 //     whoever takes it copies without waiting for anyone. So the order of the schedule still makes progress.
 //   - x in backward, which only the weight gradients read unless gate_up runs again: beside the tiles of gate_up_dgrad,
 //     those of their own row block, so that the tiles of down_dgrad have dY's rows alone to take along.
-// The warp that hands on tiles copies, while the others load and compute.
+// The warp that hands on tiles copies, while the others load and compute: first it hands the tile on, then it copies, and
+// of what it has copied it tells when it would next have to wait (Packer::publish), so that nobody waits for it in vain.
 //
 // What is there is counted in the high halves of counters whose low halves count tiles: rows in gate_up_done of their
 // block; for x beside gate_up_dgrad, parts (one for each tile and block of the cluster) in down_dgrad_done.
@@ -36,7 +37,7 @@ __device__ inline schedule::RowRange rows_of_block(const schedule::Pass& pass, s
   return schedule::tile_rows(pass, schedule::routed_tile(pass, Stage::gate_up, block, 0));
 }
 
-// Tokens whose rows are routed rows `first`, `first + step`, .. before `last`: one a lane.
+// The token of routed row `row`, if that is before `last`.
 __device__ __forceinline__ unsigned token_of_row(const PassData& data, std::int64_t row, std::int64_t last) {
   const unsigned route = row < last ? static_cast<unsigned>(data.pass.layout.row_route[row]) : 0;
   return route / static_cast<unsigned>(data.pass.sizes.top_k);
@@ -147,12 +148,13 @@ class Packer {
     }
     __syncwarp();
     const int rows = min(32, (last - first + cluster_blocks - 1) / cluster_blocks), all = rows * per_row;
-    const std::uint32_t place = shared_address(shared_.packing[lane_ < Shape::pack_pieces ? lane_ : 0]);
+    static_assert(Shape::pack_pieces == 32);
+    const std::uint32_t place = shared_address(shared_.packing[lane_]);
     const std::uint32_t full = shared_address(&shared_.packing_full);
 #pragma unroll 1
     for (int begin = 0; begin < all; begin += Shape::pack_pieces) {
       const int piece = begin + lane_, r = piece / per_row, inside = piece - r * per_row;
-      const bool there = lane_ < Shape::pack_pieces && piece < all, of_x = x && inside < pieces;
+      const bool there = piece < all, of_x = x && inside < pieces;
       const std::int64_t from = __shfl_sync(~0u, token, r & 31), to = first + r * cluster_blocks;
       const int column = (of_x || !x ? inside : inside - pieces) * elements;
       const std::uint32_t bytes = there ? 2 * min(elements, hidden - column) : 0, sum = __reduce_add_sync(~0u, bytes);

@@ -94,7 +94,7 @@ struct BlockShape {
   static constexpr int down_dgrad_columns = 128;  // its epilogue needs more registers than the others
   static constexpr int works = 4;
   static constexpr int staging_bytes = 2048;  // of each computing warp: 16 rows of 128 bytes
-  static constexpr int pack_piece = 1024, pack_pieces = 32;  // rows that are packed go through these
+  static constexpr int pack_piece = 1024, pack_pieces = 32;  // rows that are packed go through these, one a lane
 };
 
 template <int N>
@@ -135,6 +135,7 @@ inline constexpr int mail_empty_arrivals = 32 * cluster_blocks;        // the wa
 
 // Hardware barriers (0 is __syncthreads). turn + w: warpgroup w may multiply; own + w: the warps of w among themselves.
 inline constexpr int barrier_turn = 1, barrier_own = 3, barrier_end = 5;
+inline constexpr int end_threads = 2 * consumer_threads + 32;  // all that raise counters: they, and warp 3
 
 // Position in a ring of `Slots`, from a running count.
 template <int Slots>

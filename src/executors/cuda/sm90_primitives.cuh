@@ -1,5 +1,5 @@
 // The Hopper instructions that the tile operations are made of, one small function each: mbarriers, the tensor copy
-// engine (TMA), asynchronous 16-byte copies, warpgroup matrix products, matrix stores to shared memory, fences.
+// engine (TMA), bulk copies, warpgroup matrix products, matrix stores to shared memory, fences.
 // PTX ISA 8.x, sections "Parallel synchronization and communication", "Data movement", "Asynchronous warpgroup MMA".
 // Shared memory is named by its 32-bit address in the shared window throughout.
 #pragma once
@@ -29,8 +29,8 @@ __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive(std::uint32_t barrier, std::uint32_t count = 1) {
-  asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+__device__ __forceinline__ void barrier_arrive(std::uint32_t barrier) {
+  asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 // Arrives once and adds `bytes` to what the phase still waits for from the copy engine.
 __device__ __forceinline__ void barrier_arrive_expect(std::uint32_t barrier, std::uint32_t bytes) {
@@ -75,10 +75,11 @@ __device__ __forceinline__ std::uint32_t address_in(std::uint32_t rank, std::uin
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   return there;
 }
-// Arrives at an address from address_in(). The first orders nothing but what the tensor cores have read, for which
-// having waited is enough; the second, with its wait, also what this thread wrote.
-__device__ __forceinline__ void barrier_arrive_at(std::uint32_t barrier, std::uint32_t count = 1) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+// Arrives at an address from address_in(). The first is for stages that have been read: by the tensor cores, whose
+// products were waited for, or by loads whose values have been used. The second, with its wait, also orders what this
+// thread wrote.
+__device__ __forceinline__ void barrier_arrive_at(std::uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ void barrier_arrive_in_cluster(std::uint32_t barrier) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -171,9 +172,6 @@ __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_g
 __device__ __forceinline__ void bulk_prefetch(const void* source, std::uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void tma_prefetch_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
 
 // Between ordinary accesses and those of the copy engine or the tensor cores, in either order. The first
 // covers shared memory alone, the second global memory too.
@@ -230,21 +228,21 @@ MOELITH_SM90_PRODUCT(192)
 
 namespace detail {
 template <class Product, int Count, std::size_t... I>
-__device__ __forceinline__ void issue_product(float (&d)[Count], std::uint64_t a, std::uint64_t b, bool accumulate,
+__device__ __forceinline__ void issue_product(float (&d)[Count], std::uint64_t a, std::uint64_t b,
                                               std::index_sequence<I...>) {
-  Product::fma(a, b, d[I]..., accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
+  Product::fma(a, b, d[I]..., cute::SM90::GMMA::ScaleOut::One);
 }
 }  // namespace detail
 
-// d [64, N] (+)= a [64, 16] b [16, N] in the first N / 2 of the registers, issued asynchronously by the four warps of a
+// d [64, N] += a [64, 16] b [16, N] in the first N / 2 of the registers, issued asynchronously by the four warps of a
 // warpgroup. Of each 8 columns, thread t holds row (t / 32) * 16 + (t % 32) / 4 in values 4c, 4c + 1 (columns 8c + 2 (t
 // % 4), + 1) and the row 8 further down in 4c + 2, 4c + 3.
 template <int N, Major A, Major B, int Count>
-__device__ __forceinline__ void product(float (&d)[Count], std::uint64_t a, std::uint64_t b, bool accumulate) {
+__device__ __forceinline__ void product(float (&d)[Count], std::uint64_t a, std::uint64_t b) {
   using cute::SM90::GMMA::Major;
   using Product = typename ProductOf<N, A == sm90::Major::mn ? Major::MN : Major::K,
                                      B == sm90::Major::mn ? Major::MN : Major::K>::type;
-  detail::issue_product<Product>(d, a, b, accumulate, std::make_index_sequence<N / 2>{});
+  detail::issue_product<Product>(d, a, b, std::make_index_sequence<N / 2>{});
 }
 __device__ __forceinline__ void product_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void product_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

@@ -23,7 +23,7 @@ __device__ __noinline__ void describe(const PassData& data, const schedule::Coun
   d.expert = shared ? 0 : tile.expert;
   d.row_block = static_cast<std::int32_t>(tile.row_block);
   d.column_block = tile.column_block;
-  auto steps = [](std::int64_t k) { return static_cast<std::int32_t>((k + depth - 1) / depth); };
+  auto steps = [](std::int64_t k) { return static_cast<std::int32_t>(schedule::ceil_div(k, depth)); };
   // Of `total` columns the tile has up to `tile_columns`; each block of the cluster takes half of those that there are,
   // in multiples of `unit`.
   auto share = [&](std::int32_t tile_columns, std::int64_t total, int unit) {
@@ -208,8 +208,10 @@ __device__ __forceinline__ void take_tiles(SharedMemory<N>& shared, int lane) {
       if (!(await(data, data.counters.local + local.x, local.y, local.z, local.w, lane) &&
             arrived(arrivals.x, arrivals.y) && arrived(arrivals.z, arrivals.w))) {
         index = -1;
-        if (lane == 0 && data.error) {
-          *data.error = {static_cast<std::int32_t>(tile.stage), tile.slot, tile.row_block, 0};
+        if (lane == 0 && data.error && atomicCAS_system(&data.error->claimed, 0, 1) == 0) {
+          data.error->expert = tile.slot, data.error->row_block = tile.row_block;
+          __threadfence_system();
+          *const_cast<volatile std::int32_t*>(&data.error->stage) = static_cast<std::int32_t>(tile.stage);
           __threadfence_system();
         }
       }
@@ -310,7 +312,7 @@ __device__ __forceinline__ void hand_on_tiles(SharedMemory<N>& shared, int lane)
   }
   // Counters are clean again once every block has stopped using them.
   const schedule::CounterMap& map = shared.map();
-  named_barrier_sync(barrier_end, 2 * consumer_threads + 2 * 32);
+  named_barrier_sync(barrier_end, end_threads);
   unsigned long long finished = 0;
   if (lane == 0) {
     __threadfence();
