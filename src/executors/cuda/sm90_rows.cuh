@@ -125,48 +125,44 @@ __device__ __forceinline__ void combine(SharedMemory<N>& shared, const Work& wor
   }
 }
 
-// Sum of `value(row, column)` rows over the expert, 64 rows at a time from its first, then over those sums in order.
-template <class Value>
+// Sums over the rows of an expert: 64 rows at a time from its first, then over those sums in order. add(row, column, sum)
+// adds the row's values of 8 columns.
+template <class Add>
 __device__ __forceinline__ void bias_gradient(const GradientTarget& targets, const Work& work, std::int64_t columns,
-                                              int thread, Value&& value) {
+                                              int thread, Add&& add) {
   if (!targets || (work.sum_rows == 0 && targets.accumulate)) return;
   const GradientTarget target = targets.of(work.expert, columns);
-  for (std::int64_t column = cluster_rank() * consumer_threads + thread; column < columns;
-       column += cluster_blocks * consumer_threads) {
-    float total = 0.0f;
+  for (std::int64_t column = (std::int64_t(cluster_rank()) * consumer_threads + thread) * 8; column < columns;
+       column += cluster_blocks * consumer_threads * 8) {
+    float total[8] = {0, 0, 0, 0, 0, 0, 0, 0};
     for (int begin = 0; begin < work.sum_rows; begin += 64) {
-      float group = 0.0f;
+      float group[8] = {0, 0, 0, 0, 0, 0, 0, 0};
       const int end = min(begin + 64, work.sum_rows);
-#pragma unroll 4
-      for (int r = begin; r < end; ++r) group = value(work.row_begin + r, column, group);
-      total += group;
+#pragma unroll 8
+      for (int r = begin; r < end; ++r) add(work.row_begin + r, column, group);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) total[i] += group[i];
     }
-    if (target.is_float) {
-      float& out = static_cast<float*>(target.data)[column];
-      out = target.accumulate ? out + total : total;
-    } else {
-      bf16& out = static_cast<bf16*>(target.data)[column];
-      out = numerics::to_bfloat16(target.accumulate ? numerics::to_float(out) + total : total);
-    }
+    store_gradient(target, column, total);
   }
-}
-__device__ __forceinline__ float load_one(const bf16* source) {
-  return __uint_as_float(std::uint32_t(__ldcg(reinterpret_cast<const unsigned short*>(source))) << 16);
 }
 __device__ __forceinline__ void gate_up_bias_gradient(const PassData& data, const Work& work, int thread) {
   const ExpertGroup& tensors = data.groups[work.group];
   const std::int64_t columns = data.pass.sizes.gate_up_factor * tensors.width;
   bias_gradient(tensors.gate_up_bias_grad, work, columns, thread,
-                [&](std::int64_t row, std::int64_t column, float sum) {
-                  return sum + load_one(tensors.d_pre_activation + row * columns + column);
+                [&](std::int64_t row, std::int64_t column, float(&sum)[8]) {
+                  float f[8];
+                  unpack(load_16_shared_by_sms(tensors.d_pre_activation + row * columns + column), f);
+#pragma unroll
+                  for (int i = 0; i < 8; ++i) sum[i] += f[i];
                 });
 }
 __device__ __forceinline__ void down_bias_gradient(const PassData& data, const Work& work, int thread) {
   const schedule::Sizes& sizes = data.pass.sizes;
   const ExpertGroup& tensors = data.groups[work.group];
   bias_gradient(tensors.down_bias_grad, work, sizes.hidden_size, thread,
-                [&](std::int64_t row, std::int64_t column, float sum) {
-                  float weight = 1.0f;
+                [&](std::int64_t row, std::int64_t column, float(&sum)[8]) {
+                  float weight = 1.0f, f[8];
                   std::int64_t token = row;
                   if (work.group == 0) {
                     const std::int64_t route = data.pass.layout.row_route[row];
@@ -175,7 +171,9 @@ __device__ __forceinline__ void down_bias_gradient(const PassData& data, const W
                   } else if (data.shared_gates) {
                     weight = data.shared_gates[row * sizes.shared_experts + work.group - 1];
                   }
-                  return fmaf(weight, load_one(data.dy + token * data.dy_stride + column), sum);
+                  unpack(load_16_shared_by_sms(data.dy + token * data.dy_stride + column), f);
+#pragma unroll
+                  for (int i = 0; i < 8; ++i) sum[i] = fmaf(weight, f[i], sum[i]);
                 });
 }
 
