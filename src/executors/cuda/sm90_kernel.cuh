@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ P
       barrier_init(shared_address(&shared.mail_full[w]), 1);
       barrier_init(shared_address(&shared.mail_empty[w]), mail_empty_arrivals);
     }
-    for (int half = 0; half < 2; ++half) barrier_init(shared_address(&shared.packing_full[half]), 1);
+    barrier_init(shared_address(&shared.packing_full), 1);
     fence_barrier_init();
   }
   auto copy = [&]<class T>(std::uint8_t* to, const T& from) {

@@ -148,52 +148,33 @@ class Packer {
     }
     __syncwarp();
     const int rows = min(32, (last - first + cluster_blocks - 1) / cluster_blocks), all = rows * per_row;
-    // Of a step every lane has a piece. While the copy engine reads one half of the memory, it fills the other.
-    struct Piece {
-      bool there, of_x;
-      int row, column;
-      std::uint32_t bytes;
-    };
-    auto piece_of = [&](int step) {
-      const int piece = step * 32 + lane_, r = piece / per_row, inside = piece - r * per_row;
-      const bool there = piece < all, of_x = x && inside < pieces;
-      const int column = (of_x || !x ? inside : inside - pieces) * elements;
-      return Piece{there, of_x, r, column, there ? 2u * min(elements, hidden - column) : 0};
-    };
-    auto place_of = [&](int step) { return shared_address(shared_.packing[step % 2][lane_]); };
-    auto full_of = [&](int step) { return shared_address(&shared_.packing_full[step % 2]); };
-    auto load = [&](int step) {
-      const Piece piece = piece_of(step);
-      const std::int64_t from = __shfl_sync(~0u, token, piece.row & 31);
-      const std::uint32_t sum = __reduce_add_sync(~0u, piece.bytes);
-      if (lane_ == 0) barrier_arrive_expect(full_of(step), sum);
-      __syncwarp();
-      if (piece.there)
-        bulk_load(place_of(step),
-                  (piece.of_x ? data.x + from * data.x_stride : data.dy + from * data.dy_stride) + piece.column,
-                  piece.bytes, full_of(step));
-    };
-    const int steps = (all + 31) / 32;
-    for (int step = 0; step < min(2, steps); ++step) load(step);
+    static_assert(Shape::pack_pieces == 32);
+    const std::uint32_t place = shared_address(shared_.packing[lane_]);
+    const std::uint32_t full = shared_address(&shared_.packing_full);
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
-      barrier_wait(full_of(step), parities_ >> (step % 2) & 1);
-      parities_ ^= 1u << (step % 2);
-      const Piece piece = piece_of(step);
-      if (piece.there)
-        bulk_store((piece.of_x ? data.packed_x : data.packed_dy) +
-                       (first + std::int64_t(piece.row) * cluster_blocks) * hidden + piece.column,
-                   place_of(step), piece.bytes);
+    for (int begin = 0; begin < all; begin += Shape::pack_pieces) {
+      const int piece = begin + lane_, r = piece / per_row, inside = piece - r * per_row;
+      const bool there = piece < all, of_x = x && inside < pieces;
+      const std::int64_t from = __shfl_sync(~0u, token, r & 31), to = first + r * cluster_blocks;
+      const int column = (of_x || !x ? inside : inside - pieces) * elements;
+      const std::uint32_t bytes = there ? 2 * min(elements, hidden - column) : 0, sum = __reduce_add_sync(~0u, bytes);
+      if (lane_ == 0) barrier_arrive_expect(full, sum);
+      __syncwarp();
+      if (there)
+        bulk_load(place, (of_x ? data.x + from * data.x_stride : data.dy + from * data.dy_stride) + column, bytes,
+                  full);
+      barrier_wait(full, parity_);
+      parity_ ^= 1;
+      if (there) bulk_store((of_x ? data.packed_x : data.packed_dy) + to * hidden + column, place, bytes);
       bulk_commit();
       bulk_wait_read();
       __syncwarp();
-      if (step + 2 < steps) load(step + 2);
     }
   }
 
   SharedMemory<N>& shared_;
   const int lane_;
-  std::uint32_t parities_ = 0;  // of the two halves' barriers, a bit each
+  std::uint32_t parity_ = 0;
   int counter_ = 0, amount_ = 0;  // not told yet
 };
 

@@ -94,7 +94,7 @@ struct BlockShape {
   static constexpr int down_dgrad_columns = 128;  // its epilogue needs more registers than the others
   static constexpr int works = 4;
   static constexpr int staging_bytes = 2048;  // of each computing warp: 16 rows of 128 bytes
-  static constexpr int pack_piece = 512;  // of a row that is packed, what a lane moves at a time
+  static constexpr int pack_piece = 1024, pack_pieces = 32;  // rows that are packed go through these, one a lane
 };
 
 template <int N>
@@ -102,12 +102,12 @@ struct SharedMemory {
   using Shape = BlockShape<N>;
   std::uint8_t stage[Shape::stages][Shape::stage_bytes];
   std::uint8_t staging[8][Shape::staging_bytes];
-  std::uint8_t packing[2][32][Shape::pack_piece];
+  std::uint8_t packing[Shape::pack_pieces][Shape::pack_piece];
   Work work[Shape::works];
   std::uint64_t full[Shape::stages], empty[Shape::stages];
   std::uint64_t work_full[Shape::works], work_empty[Shape::works];
   std::uint64_t mail_full[Shape::works], mail_empty[Shape::works];
-  std::uint64_t packing_full[2];
+  std::uint64_t packing_full;
   std::int64_t mail[Shape::works];  // the tiles that the first block has taken; -1: no more
   // Copies of what the launch brought. Read from there, values would be kept in registers from tile to tile, together
   // with all that follows from them, and the computing warps have none to spare.
