@@ -5,9 +5,9 @@
 Rivals: transformers' OLMoE block with each of its experts implementations that runs on the CPU, and oneDNN called in a
 loop for the experts' matrix products alone (bench/onednn_experts.cpp). Ours is measured twice: the whole block, whose
 router's linear layer is PyTorch's, beside transformers' block; and from router logits on, beside oneDNN's loop, which has
-no router. Memory that was freed stays with the process, for all alike: else a backward pass that gives back and asks
-anew for the memory of all its gradients spends a third of its time on page faults. Measurements take turns, a round each, since a shared machine's speed moves; medians over rounds. Correctness
-first: our block's output and input gradient must be within
+no router. Memory that was freed stays with the process, for all alike: else a backward pass that gives back and asks anew
+for the memory of all its gradients spends a third of its time on page faults. Measurements take turns, a round each, since
+a shared machine's speed moves; medians over rounds. Correctness first: our block's output and input gradient must be within
 5e-2 of transformers' own in float32. Writes bench/results/cpu_layer.json.
 """
 

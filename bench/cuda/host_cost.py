@@ -1,10 +1,13 @@
 """The host's time for a call of the layer on a GPU from Python: torch.ops.moelith.moe beside an empty custom operator of
-the same signature, the same results and an autograd formula, and moelith.functional.moe and an nn.Module on top. Prints microseconds a call.
+the same signature, the same results and an autograd formula, and moelith.functional.moe and an nn.Module on top. Prints
+microseconds a call; MOELITH_COMMIT is noted in OUT.json.
 
 PYTHONPATH=build/cuda/python python bench/cuda/host_cost.py [OUT.json]
 """
 
+import datetime
 import json
+import os
 import statistics
 import sys
 import time
@@ -85,8 +88,9 @@ def main():
         print(f"{name:46} {value:7.1f} us")
     if len(sys.argv) > 1:
         with open(sys.argv[1], "w") as file:
-            json.dump({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "tokens": TOKENS, "microseconds": result}, file,
-                      indent=1)
+            json.dump({"command": "bench/cuda/host_cost.py", "commit": os.environ.get("MOELITH_COMMIT", "unknown"),
+                       "date": datetime.date.today().isoformat(), "gpu": torch.cuda.get_device_name(),
+                       "torch": torch.__version__, "tokens": TOKENS, "microseconds": result}, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "executors/cuda/sm90_pass.cuh"
 #include "moelith/layer.hpp"
 #include "numerics/bfloat16.hpp"
 #include "uniform.cuh"
@@ -157,7 +158,7 @@ int main() {
     measure("small", 256, 128, 32, 4, 64);
     const double launches = host_us([] {
       static const Argument<512> small{};
-      static const Argument<8192> large{};
+      static const Argument<sizeof(executors::cuda::sm90::Parameters)> large{};
       for (int i = 0; i < 3; ++i) empty_kernel<<<1, 32>>>(small);
       empty_kernel<<<1, 32>>>(large);
     });

@@ -1,8 +1,11 @@
 """Two runs of moelith.train beside each other, from their logs: python bench/cuda/loss_curves.py CPU_LOG GPU_LOG [OUT.json]
 
-Prints the loss of each logged stretch of steps on the CPU and on the GPU, and their largest difference."""
+Prints the loss of each logged stretch of steps on the CPU and on the GPU, and their largest
+difference; MOELITH_COMMIT is noted in OUT.json."""
 
+import datetime
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -22,7 +25,8 @@ def main(cpu_log, gpu_log, out=None):
                 for name, run in (("cpu", cpu), ("gpu", gpu))}
     print(f"largest difference {largest:.5f}; held-out bits per byte {held_out}")
     if out:
-        result = {"steps": curve, "largest_difference": largest, "held_out_bits_per_byte": held_out,
+        result = {"command": "bench/cuda/loss_curves.py", "commit": os.environ.get("MOELITH_COMMIT", "unknown"),
+                  "date": datetime.date.today().isoformat(), "steps": curve, "largest_difference": largest, "held_out_bits_per_byte": held_out,
                   "tokens_per_s": {"cpu": cpu[steps[-1]]["tokens_per_s"], "gpu": gpu[steps[-1]]["tokens_per_s"]}}
         Path(out).write_text(json.dumps(result, indent=1) + "\n")
 
