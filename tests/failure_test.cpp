@@ -230,5 +230,18 @@ TEST(Saved, OfAnEqualPlanIsTaken) {
   EXPECT_EQ(by_second.get("d_gate_up_proj"), expected.at("d_gate_up_proj"));
 }
 
+TEST(Timeline, IsRefusedWhereThePlanWasMadeWithoutIt) {
+  LayerConfig config;
+  config.hidden_size = config.intermediate_size = 16;
+  config.num_experts = 2;
+  config.top_k = 1;
+  PlanOptions options;
+  const Outcome without = outcome_of([&] { (void)Plan::create(config, options).timeline(); });
+  EXPECT_EQ(without.status, Status::invalid_argument);
+  EXPECT_NE(without.text.find("options.timeline"), std::string::npos) << without.text;
+  options.timeline = true;
+  EXPECT_TRUE(Plan::create(config, options).timeline().empty());  // no pass has run
+}
+
 }  // namespace
 }  // namespace moelith

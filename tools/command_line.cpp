@@ -26,6 +26,7 @@ int run_command_line(const std::vector<std::string>& args, std::ostream& out, st
   add_check(program, streams, run);
   add_bench(program, streams, run);
   add_schedule(program, streams, run);
+  add_trace(program, streams, run);
   try {
     program.parse(std::vector<std::string>(args.rbegin(), args.rend()));  // CLI11 wants them last first
     return run();

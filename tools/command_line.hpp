@@ -36,5 +36,6 @@ void add_presets(CLI::App& program, Streams streams, Run& run);
 void add_check(CLI::App& program, Streams streams, Run& run);
 void add_bench(CLI::App& program, Streams streams, Run& run);
 void add_schedule(CLI::App& program, Streams streams, Run& run);
+void add_trace(CLI::App& program, Streams streams, Run& run);
 
 }  // namespace moelith::tools

@@ -3,8 +3,10 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <sstream>
 
 #include <nlohmann/json.hpp>
@@ -52,7 +54,7 @@ TEST(CommandLine, BadUseIsStatusTwoWithATextOnTheErrorStream) {
   for (const char* line :
        {"", "nonsense", "check --no-such-option", "check --top-k 0", "check --dtype half", "check --preset nothing",
         "check --config /nonexistent", "check --routing sideways", "check --routing file", "check --device tpu",
-        "check --preset olmoe --config x", "presets nothing", "schedule --picture x.png", "check -H 12"}) {
+        "check --preset olmoe --config x", "presets nothing", "schedule --picture x.png", "trace --picture x.png", "check -H 12"}) {
     const Result result = run(line);
     EXPECT_EQ(result.status, bad_input) << line;
     EXPECT_NE(result.err, "") << line;
@@ -172,6 +174,38 @@ TEST(CommandLine, ScheduleCountsTilesAndDraws) {
   ASSERT_EQ(run(layer + "--picture " + page).status, success);
   EXPECT_TRUE(std::filesystem::exists(page));
   EXPECT_EQ(run(layer + "--picture /nonexistent/x.svg").status, bad_input);
+}
+
+TEST(CommandLine, TraceIsWhatWasMeasured) {
+  const Folder folder;
+  const std::string trace = folder.file("trace.json"), picture = folder.file("trace.svg");
+  const Result result = run("trace --json -H 64 -I 32 -E 4 -k 2 -T 96 --threads 2 --dtype float32 --output " + trace + " --picture " + picture);
+  ASSERT_EQ(result.status, success) << result.err;
+  const Json summary = result.json();
+  const Json events = Json::parse(std::ifstream(trace))["traceEvents"];
+  const char* names[2] = {"forward", "backward"};
+  for (int pass = 0; pass < 2; ++pass) {
+    std::map<std::string, int> tiles;
+    double last = 0;
+    for (const Json& event : events) {
+      if (event["pid"] != pass || event["ph"] != "X") continue;
+      EXPECT_LT(event["tid"].get<int>(), 2);
+      EXPECT_GE(event["dur"].get<double>(), 0);
+      if (event["cat"] == "tile") ++tiles[event["name"]];
+      last = std::max(last, event["ts"].get<double>() + event["dur"].get<double>());
+    }
+    const Json& of_pass = summary[names[pass]];
+    EXPECT_NEAR(of_pass["ms"].get<double>() * 1e3, last, 1e-3 * last);
+    EXPECT_LE(of_pass["work_share"].get<double>() + of_pass["wait_share"].get<double>(), 1.000001);
+    ASSERT_EQ(of_pass["stages"].size(), tiles.size());
+    for (const auto& [stage, count] : tiles) EXPECT_EQ(of_pass["stages"][stage]["tiles"], count) << stage;
+  }
+  EXPECT_TRUE(summary["forward"]["stages"].contains("combine"));
+  EXPECT_TRUE(summary["backward"]["stages"].contains("down_wgrad"));
+  std::stringstream svg;
+  svg << std::ifstream(picture).rdbuf();
+  EXPECT_NE(svg.str().find("gate_up_dgrad"), std::string::npos);
+  EXPECT_EQ(run("trace -H 64 -I 32 -E 4 -k 2 -T 8 --output /nonexistent/x.json").status, bad_input);
 }
 
 TEST(CommandLine, ScheduleOfSeveralRanks) {

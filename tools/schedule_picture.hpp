@@ -1,4 +1,4 @@
-// A simulated pass as a picture: time to the right, a line for each worker, a colour for each stage.
+// A simulated or measured pass as a picture: time to the right, a line for each worker, a colour for each stage.
 #pragma once
 
 #include <string>

@@ -24,6 +24,7 @@
 
 #include "executors/cuda/naive.hpp"
 #include "executors/cuda/pass_data.hpp"
+#include "executors/cuda/timeline.hpp"
 #include "moelith/tensor.hpp"
 #include "uniform.cuh"
 
@@ -522,19 +523,15 @@ void print_trace(Bench& bench, PassData data, const char* name) {
     std::uint64_t first = ~0ull, last = 0;
   } sums[schedule::stage_count];
   std::uint64_t begin = ~0ull;
-  double cycles = 0, nanoseconds = 0;
   for (std::size_t i = 0; i < host.size(); ++i) {
     const TileEvent& e = host[i];
     if (e.stage < 0) continue;
-    if (i % room > 0 && host[i - 1].stage >= 0) {
-      cycles += e.wait_cycles + e.multiply_cycles + e.write_cycles, nanoseconds += e.end_ns - host[i - 1].end_ns;
-    }
     Sum& s = sums[e.stage];
     s.n += 1, s.wait += e.wait_cycles, s.multiply += e.multiply_cycles, s.write += e.write_cycles;
     s.first = std::min(s.first, e.end_ns), s.last = std::max(s.last, e.end_ns);
     begin = std::min(begin, e.end_ns);
   }
-  std::printf("  %-8s SM clock %.3f GHz\n", name, cycles / nanoseconds);
+  std::printf("  %-8s SM clock %.3f GHz\n", name, cycles_per_ns(host, room));
   for (int i = 0; i < schedule::stage_count; ++i) {
     const Sum& s = sums[i];
     if (s.n > 0) {

@@ -10,6 +10,7 @@
 #include "moelith/config.hpp"
 #include "moelith/group.hpp"
 #include "moelith/tensor.hpp"
+#include "moelith/timeline.hpp"
 
 namespace moelith {
 
@@ -29,6 +30,7 @@ struct PlanOptions {
   // For tests and tuning; results do not depend on any of these.
   std::int32_t tile_columns = 0;    // width of a GEMM tile; 0: chosen by the plan
   std::uint64_t shuffle_seed = 0;   // CPU: nonzero takes tiles in a random order among those that are ready
+  bool timeline = false;            // keep what the workers did in the last pass, for Plan::timeline
 };
 
 // A tensor for each of the L local experts, wherever it lies: contiguous, of one dtype (of weights: config.dtype; of their
@@ -159,6 +161,11 @@ class Plan {
   // there the caller answers for it.
   void backward(const Inputs& inputs, const void* saved, const OutputGradients& output_gradients,
                 const InputGradients& input_gradients, void* workspace, void* stream = nullptr) const;
+
+  // What the workers did in the last pass of this plan that ended, in no particular order; of a plan made with
+  // PlanOptions::timeline. On a GPU it waits for the device, and of a warpgroup's tiles those after the 4096th are left
+  // out. Throws Error.
+  std::vector<TileSpan> timeline() const;
 
   class Impl;
   const Impl& impl() const { return *impl_; }

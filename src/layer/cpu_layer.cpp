@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <mutex>
 #include <numeric>
 #include <type_traits>
 
@@ -79,6 +80,11 @@ class CpuLayer final : public DeviceLayer {
     return {saved.size,
             std::max(ForwardWorkspace::of(geometry, scratch).size, BackwardWorkspace::of(geometry, scratch).size),
             saved.formula};
+  }
+
+  std::vector<TileSpan> timeline() const override {
+    const std::lock_guard lock(timeline_mutex_);
+    return timeline_;
   }
 
   void forward(const CallFacts& facts, const Inputs& inputs, const Outputs& outputs, void* saved, void* workspace,
@@ -438,8 +444,13 @@ class CpuLayer final : public DeviceLayer {
 
   void run(const PassData<Storage>& data, const executors::cpu::PassCounters& counters, std::uint64_t epoch, ThreadPool& pool) const {
     std::vector<executors::cpu::WorkerMemory<Storage>> memory(pool.workers());
+    std::vector<TileSpan> spans;
     executors::cpu::run_pass(data.pass, counters, plan_.transport(), epoch, pool, plan_.options.shuffle_seed,
-                             [&](const schedule::Tile& tile, int worker) { run_tile(data, tile, memory[worker]); });
+                             [&](const schedule::Tile& tile, int worker) { run_tile(data, tile, memory[worker]); },
+                             plan_.options.timeline ? &spans : nullptr);
+    if (!plan_.options.timeline) return;
+    const std::lock_guard lock(timeline_mutex_);
+    timeline_ = std::move(spans);
   }
 
   void run_backward(PassData<Storage>& data, const Geometry& geometry, void* saved, const SavedBuffer& kept,
@@ -583,6 +594,8 @@ class CpuLayer final : public DeviceLayer {
   const numerics::Activation activation_;
   const std::size_t shared_count_;
   int workers_ = 1;
+  mutable std::mutex timeline_mutex_;
+  mutable std::vector<TileSpan> timeline_;  // of the last pass
   schedule::TileShape tile_;
   std::uint64_t saved_mark_ = 0;
   routing::RouterSpec router_;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "executors/cuda/pass_data.hpp"
+#include "executors/cuda/timeline.hpp"
 #include "layer/bound_experts.hpp"
 #include "layer/plan.hpp"
 #include "routing/device_router.hpp"
@@ -25,6 +26,7 @@ using executors::cuda::GradientTarget;
 using executors::cuda::PassCounters;
 using executors::cuda::PassData;
 using executors::cuda::PassError;
+using executors::cuda::TileEvent;
 using numerics::bfloat16;
 using schedule::Direction;
 
@@ -172,8 +174,23 @@ class CudaLayer final : public DeviceLayer {
     for (std::size_t s = 0; s < shared_count_; ++s) gated_ |= std::uint32_t(config_.shared_experts[s].gated) << s;
     check_cuda(cudaMallocHost(&error_, sizeof(PassError)), "the word for errors");
     *error_ = PassError{};
+    if (plan.options.timeline) {
+      check_cuda(cudaDeviceGetAttribute(&trace_blocks_, cudaDevAttrMultiProcessorCount, device), "multiprocessor count");
+      check_cuda(cudaMalloc(&trace_, trace_events() * sizeof(TileEvent)), "memory of the timeline");
+      check_cuda(cudaMemset(trace_, 0xff, trace_events() * sizeof(TileEvent)), "memory of the timeline");
+    }
   }
-  ~CudaLayer() override { cudaFreeHost(error_); }
+  ~CudaLayer() override {
+    cudaFreeHost(error_);
+    cudaFree(trace_);
+  }
+
+  std::vector<TileSpan> timeline() const override {
+    check_cuda(cudaDeviceSynchronize(), "the pass whose timeline is asked for");
+    std::vector<TileEvent> events(trace_events());
+    check_cuda(cudaMemcpy(events.data(), trace_, events.size() * sizeof(TileEvent), cudaMemcpyDeviceToHost), "timeline");
+    return executors::cuda::spans_of(events, trace_room);
+  }
 
   BufferSizes buffer_sizes(std::int64_t tokens) const override {
     return placement(tokens)->sizes;
@@ -299,7 +316,7 @@ class CudaLayer final : public DeviceLayer {
     }
     job.scratch = at<std::byte>(workspace, scratch.router_scratch + control_bytes);
     routing::device_route(job, stream);
-    executors::cuda::sm90_run_pass(data, plan_.options.workers, stream);
+    run_pass(data, stream);
   }
 
   void backward(const CallFacts& facts, const Inputs& inputs, const void* const_saved, const OutputGradients& upstream,
@@ -333,7 +350,7 @@ class CudaLayer final : public DeviceLayer {
       if (sizes.recompute || sizes.want_gate_up_wgrad) data.packed_x = at<bfloat16>(workspace, place->backward_packed_x);
       data.packed_dy = at<bfloat16>(workspace, place->backward_packed_dy);
       data.tiles = at<std::byte>(workspace, place->backward_tiles);
-      executors::cuda::sm90_run_pass(data, plan_.options.workers, stream);
+      run_pass(data, stream);
     } else {
       zero_gradients(gradients, stream);
     }
@@ -397,6 +414,18 @@ class CudaLayer final : public DeviceLayer {
     return control_bytes + routing::device_router_scratch_bytes(config_.router, config_.num_experts, config_.top_k, tokens);
   }
 
+  static constexpr std::int32_t trace_room = 4096;  // events of a warpgroup
+  std::size_t trace_events() const { return std::size_t(trace_blocks_) * 2 * trace_room; }
+
+  void run_pass(PassData& data, void* stream) const {
+    if (trace_) {
+      data.trace = trace_, data.trace_room = trace_room;
+      check_cuda(cudaMemsetAsync(trace_, 0xff, trace_events() * sizeof(TileEvent), static_cast<cudaStream_t>(stream)),
+                 "memory of the timeline");
+    }
+    executors::cuda::sm90_run_pass(data, plan_.options.workers, stream);
+  }
+
   // A pass that gave up has told so since the last call.
   void check_error() const {
     volatile PassError& error = *error_;
@@ -404,7 +433,8 @@ class CudaLayer final : public DeviceLayer {
     const std::string text = std::string("an earlier pass of this plan gave up waiting in stage ") +
                              schedule::to_string(static_cast<schedule::Stage>(error.stage)) + ", expert " + std::to_string(error.expert) +
                              ", row block " + std::to_string(error.row_block) + "; its results are incomplete";
-    error.stage = -1, error.claimed = 0;  // told once
+    error.stage = -1;  // told once
+    error.claimed = 0;
     throw Error(Status::timed_out, text);
   }
 
@@ -552,6 +582,8 @@ class CudaLayer final : public DeviceLayer {
   std::uint32_t gated_ = 0;
   schedule::TileShape tile_;
   PassError* error_ = nullptr;  // written by the GPU
+  TileEvent* trace_ = nullptr;  // [trace_blocks_, 2, trace_room], with PlanOptions::timeline
+  int trace_blocks_ = 0;
   mutable std::mutex placement_mutex_;
   mutable std::shared_ptr<const Placement> placement_;
 };

@@ -156,6 +156,11 @@ BufferSizes Plan::buffer_sizes(std::int64_t tokens) const {
   return impl_->device->buffer_sizes(tokens);
 }
 
+std::vector<TileSpan> Plan::timeline() const {
+  if (!impl_->options.timeline) refuse("options.timeline", "false", "true, when the plan is made");
+  return impl_->device->timeline();
+}
+
 std::shared_ptr<const BoundExperts> Plan::bind(const ExpertPointers& pointers) const {
   layer::check_pointers(impl_->config, num_local_experts(), pointers);
   return std::make_shared<BoundExperts>(impl_, pointers, impl_->device->bind(pointers));

@@ -24,6 +24,7 @@ class DeviceLayer {
   virtual void backward(const CallFacts& facts, const Inputs& inputs, const void* saved,
                         const OutputGradients& output_gradients, const InputGradients& input_gradients, void* workspace,
                         void* stream) const = 0;
+  virtual std::vector<TileSpan> timeline() const = 0;
 };
 
 std::unique_ptr<DeviceLayer> make_cpu_layer(const Plan::Impl& plan);

@@ -36,13 +36,15 @@ constexpr int tries_between_looks = 1000;  // of a wait, which takes a few micro
 class Run {
  public:
   Run(const Pass& pass, const PassCounters& counters, transport::Transport& transport, std::uint64_t epoch,
-      std::uint64_t shuffle_seed, const std::function<void(const Tile&, int)>& run_tile)
+      std::uint64_t shuffle_seed, const std::function<void(const Tile&, int)>& run_tile,
+      std::vector<TileSpan>* timeline)
       : pass_(pass),
         map_(schedule::CounterMap::of(pass.sizes)),
         counters_(counters),
         transport_(transport),
         epoch_(epoch),
         run_tile_(run_tile),
+        timeline_(timeline),
         prologue_(schedule::prologue_tiles(pass)),
         layout_is_late_(pass.sizes.ranks > 1 && pass.sizes.direction == schedule::Direction::forward),
         random_(shuffle_seed) {
@@ -57,6 +59,7 @@ class Run {
   void in_order(int worker) {
     guarded([&] {
       while (!stopped()) {
+        const double taken = now();
         const std::int64_t index = next_.fetch_add(1, std::memory_order_relaxed);
         if (index >= prologue_) {  // only the layout tells how many tiles follow
           if (layout_is_late_ && !await(layout_wait(), Tile{schedule::Stage::layout, 0, 0, 0})) return;
@@ -64,7 +67,7 @@ class Run {
         }
         const Tile tile = schedule::tile_at(pass_, index);
         if (!schedule::for_each_wait(pass_, map_, tile, [&](const Wait& w) { return await(w, tile); })) return;
-        finish(tile, worker);
+        finish(tile, worker, taken);
       }
     });
   }
@@ -73,6 +76,7 @@ class Run {
     guarded([&] {
       transport::Waiting idle;
       std::uint64_t tries = 0;
+      double taken = now();
       while (!stopped()) {
         Tile tile;
         {
@@ -82,7 +86,8 @@ class Run {
           if (!pick_ready(tile)) tile.stage = static_cast<schedule::Stage>(schedule::stage_count);
         }
         if (static_cast<int>(tile.stage) < schedule::stage_count) {
-          finish(tile, worker);
+          finish(tile, worker, taken);
+          taken = now();
           idle = {};
         } else {
           if (pass_.sizes.ranks > 1) {
@@ -197,8 +202,21 @@ class Run {
                                        " ms for " + what + (laggards.empty() ? "" : " (" + laggards + ")"));
   }
 
-  void finish(const Tile& tile, int worker) {
+  // Seconds since the pass began; 0 where nobody wants to know.
+  double now() const {
+    if (!timeline_) return 0.0;
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - began_).count();
+  }
+
+  void finish(const Tile& tile, int worker, double taken) {
+    const double start = now();
     run_tile_(tile, worker);
+    if (timeline_) {
+      const double end = now();
+      std::lock_guard lock(pick_);
+      timeline_->push_back(
+          {worker, to_string(tile.stage), tile.expert, tile.row_block, tile.column_block, taken, start, end});
+    }
     schedule::for_each_signal(pass_, map_, tile, [&](const Signal& signal) {
       std::atomic_ref counter(array(signal.array, signal.rank)[signal.index]);
       if (signal.array == CounterArray::flags) {
@@ -233,6 +251,8 @@ class Run {
   transport::Transport& transport_;
   const std::uint64_t epoch_;
   const std::function<void(const Tile&, int)>& run_tile_;
+  std::vector<TileSpan>* const timeline_;  // guarded by pick_
+  const std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
   const std::int64_t prologue_;
   const bool layout_is_late_;
 
@@ -248,8 +268,9 @@ class Run {
 }  // namespace
 
 void run_pass(const Pass& pass, const PassCounters& counters, transport::Transport& transport, std::uint64_t epoch,
-              ThreadPool& pool, std::uint64_t shuffle_seed, const std::function<void(const Tile&, int)>& run_tile) {
-  Run run(pass, counters, transport, epoch, shuffle_seed, run_tile);
+              ThreadPool& pool, std::uint64_t shuffle_seed, const std::function<void(const Tile&, int)>& run_tile,
+              std::vector<TileSpan>* timeline) {
+  Run run(pass, counters, transport, epoch, shuffle_seed, run_tile, timeline);
   pool.run([&](int worker) {
     if (shuffle_seed != 0) {
       run.shuffled(worker);

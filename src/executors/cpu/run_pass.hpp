@@ -4,8 +4,10 @@
 
 #include <cstdint>
 #include <functional>
+#include <vector>
 
 #include "executors/cpu/thread_pool.hpp"
+#include "moelith/timeline.hpp"
 #include "schedule/dependencies.hpp"
 #include "transport/transport.hpp"
 
@@ -22,9 +24,10 @@ struct PassCounters {
 // Throws Error(timed_out), naming the rank, the stage and what was waited for, when a wait for another rank outlasts the
 // transport's limit (or one for this rank's own work twice of it); whatever run_tile throws ends the pass too. Either
 // way all workers have stopped, and a group of several ranks has failed; a single rank may go on. Throws
-// Error(group_failed) when another rank has ended the group.
+// Error(group_failed) when another rank has ended the group. timeline, if not null, gets what each worker did.
 void run_pass(const schedule::Pass& pass, const PassCounters& counters, transport::Transport& transport,
               std::uint64_t epoch, ThreadPool& pool, std::uint64_t shuffle_seed,
-              const std::function<void(const schedule::Tile& tile, int worker)>& run_tile);
+              const std::function<void(const schedule::Tile& tile, int worker)>& run_tile,
+              std::vector<TileSpan>* timeline = nullptr);
 
 }  // namespace moelith::executors::cpu

@@ -4,12 +4,14 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <mutex>
 #include <set>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <tuple>
 #include <vector>
@@ -138,6 +140,32 @@ TEST_P(RunPass, RunsEveryTileOnce) {
              });
     EXPECT_EQ(std::int64_t(seen.size()), schedule::tile_count(rank.pass));
     EXPECT_EQ(std::set(seen.begin(), seen.end()).size(), seen.size());
+  }
+}
+
+TEST_P(RunPass, ATimelineSaysWhatEachWorkerDid) {
+  constexpr int workers = 3;
+  Rank rank(0, 1, 75, direction());
+  auto pool = ThreadPool::acquire(workers);
+  auto transport = transport::make_single();
+  std::vector<TileSpan> spans;
+  run_pass(rank.pass, {rank.local.data(), rank.arrivals.data()}, *transport, 0, *pool, seed(),
+           [](const Tile&, int) { std::this_thread::sleep_for(std::chrono::microseconds(50)); }, &spans);
+  std::set<std::tuple<std::string_view, std::int64_t, std::int64_t, std::int64_t>> tiles;
+  std::vector<std::vector<TileSpan>> of_worker(workers);
+  for (const TileSpan& s : spans) {
+    ASSERT_LT(s.worker, workers);
+    of_worker[s.worker].push_back(s);
+    tiles.insert({s.stage, s.expert, s.row_block, s.column_block});
+    EXPECT_LE(0.0, s.taken);
+    EXPECT_LE(s.taken, s.start);
+    EXPECT_LE(s.start + 50e-6, s.end);
+  }
+  EXPECT_EQ(std::int64_t(spans.size()), schedule::tile_count(rank.pass));
+  EXPECT_EQ(tiles.size(), spans.size());
+  for (auto& own : of_worker) {  // a worker does one tile at a time
+    std::sort(own.begin(), own.end(), [](const TileSpan& a, const TileSpan& b) { return a.taken < b.taken; });
+    for (std::size_t i = 1; i < own.size(); ++i) EXPECT_LE(own[i - 1].end, own[i].taken);
   }
 }
 

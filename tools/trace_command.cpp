@@ -1,0 +1,211 @@
+// `moelith trace`: what the workers do in a forward and a backward, tile by tile, measured: a trace that Perfetto and
+// chrome://tracing open, a picture, and a summary by stage.
+#include <algorithm>
+#include <array>
+#include <fstream>
+#include <memory>
+#include <ostream>
+#include <string>
+
+#include <fmt/format.h>
+#include <fmt/ostream.h>
+#include <nlohmann/json.hpp>
+
+#include "command_line.hpp"
+#include "options.hpp"
+#include "placed_problem.hpp"
+#include "random_problem.hpp"
+#include "schedule_picture.hpp"
+
+namespace moelith::tools {
+namespace {
+
+using executors::simulator::Simulation;
+using executors::simulator::Span;
+
+struct TraceOptions {
+  LayerOptions layer;
+  RunOptions run;
+  std::int64_t shrink = 1;
+  std::string output = "trace.json", picture;
+};
+
+LayerConfig plain_config() {
+  LayerConfig config;
+  config.hidden_size = 512;
+  config.intermediate_size = 256;
+  config.num_experts = 16;
+  config.top_k = 4;
+  return config;
+}
+
+struct Pass {
+  std::string name;
+  std::vector<TileSpan> spans;
+  int workers = 0;
+  double length = 0;  // until the last tile ended
+
+  Pass(std::string pass_name, std::vector<TileSpan> tiles) : name(std::move(pass_name)), spans(std::move(tiles)) {
+    std::sort(spans.begin(), spans.end(), [](const TileSpan& a, const TileSpan& b) {
+      return a.worker != b.worker ? a.worker < b.worker : a.taken < b.taken;
+    });
+    for (const TileSpan& span : spans) workers = std::max(workers, span.worker + 1), length = std::max(length, span.end);
+  }
+};
+
+// Trace events: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (format of
+// chrome://tracing, which Perfetto reads). A process for each pass, a thread for each worker; times in microseconds.
+void write_trace(std::ostream& out, const std::vector<Pass>& passes) {
+  out << "{\"displayTimeUnit\": \"ns\", \"traceEvents\": [";
+  const char* separator = "\n";
+  const auto write = [&](const Json& event) {
+    out << separator << event.dump();
+    separator = ",\n";
+  };
+  for (std::size_t p = 0; p < passes.size(); ++p) {
+    const Pass& pass = passes[p];
+    write({{"ph", "M"}, {"name", "process_name"}, {"pid", p}, {"args", {{"name", pass.name}}}});
+    int named = -1;
+    for (const TileSpan& span : pass.spans) {
+      if (span.worker != named) {
+        named = span.worker;
+        write({{"ph", "M"}, {"name", "thread_name"}, {"pid", p}, {"tid", named}, {"args", {{"name", fmt::format("worker {}", named)}}}});
+      }
+      const auto slice = [&](const std::string& name, const char* category, double from, double to) {
+        Json event{{"ph", "X"}, {"name", name}, {"cat", category}, {"pid", p}, {"tid", span.worker}, {"ts", from * 1e6}, {"dur", (to - from) * 1e6}};
+        event["args"] = {{"expert", span.expert}, {"row_block", span.row_block}, {"column_block", span.column_block}};
+        write(event);
+      };
+      if (span.start > span.taken) slice(fmt::format("wait for {}", span.stage), "wait", span.taken, span.start);
+      slice(std::string(span.stage), "tile", span.start, span.end);
+    }
+  }
+  out << "\n]}\n";
+}
+
+struct StageSum {
+  std::int64_t tiles = 0;
+  double work = 0, wait = 0;
+};
+using StageSums = std::array<StageSum, schedule::stage_count>;
+
+schedule::Stage stage_named(std::string_view name) {
+  for (int i = 0; i < schedule::stage_count; ++i) {
+    if (name == schedule::to_string(static_cast<schedule::Stage>(i))) return static_cast<schedule::Stage>(i);
+  }
+  throw Error(Status::internal, "no stage is named " + std::string(name));
+}
+
+StageSums sums_of(const Pass& pass) {
+  StageSums sums{};
+  for (const TileSpan& span : pass.spans) {
+    StageSum& sum = sums[static_cast<std::size_t>(stage_named(span.stage))];
+    sum.tiles += 1, sum.work += span.end - span.start, sum.wait += span.start - span.taken;
+  }
+  return sums;
+}
+
+Json to_json(const Pass& pass) {
+  const double all = pass.length * pass.workers;
+  Json stages = Json::object();
+  double work = 0, wait = 0;
+  const StageSums sums = sums_of(pass);
+  for (int i = 0; i < schedule::stage_count; ++i) {
+    const StageSum& s = sums[static_cast<std::size_t>(i)];
+    if (s.tiles == 0) continue;
+    stages[schedule::to_string(static_cast<schedule::Stage>(i))] = {
+        {"tiles", s.tiles}, {"mean_us", s.work / static_cast<double>(s.tiles) * 1e6}, {"share", s.work / all}, {"wait_share", s.wait / all}};
+    work += s.work, wait += s.wait;
+  }
+  return {{"ms", pass.length * 1e3}, {"workers", pass.workers}, {"work_share", all > 0 ? work / all : 0}, {"wait_share", all > 0 ? wait / all : 0}, {"stages", stages}};
+}
+
+void print(std::ostream& out, const Pass& pass) {
+  const Json summary = to_json(pass);
+  fmt::print(out, "\n{}: {:.3f} ms, {} workers: {:.1f} % of their time at tiles, {:.1f} % waiting for other tiles\n", pass.name,
+             summary["ms"].get<double>(), pass.workers, 100 * summary["work_share"].get<double>(), 100 * summary["wait_share"].get<double>());
+  fmt::print(out, "{:<18} {:>8} {:>12} {:>8} {:>10}\n", "stage", "tiles", "mean, us", "share", "waiting");
+  for (const auto& [name, stage] : summary["stages"].items()) {
+    fmt::print(out, "{:<18} {:>8} {:>12.2f} {:>7.1f}% {:>9.1f}%\n", name, stage["tiles"].get<std::int64_t>(),
+               stage["mean_us"].get<double>(), 100 * stage["share"].get<double>(), 100 * stage["wait_share"].get<double>());
+  }
+}
+
+Panel panel_of(const Pass& pass) {
+  Panel panel{fmt::format("{}: {:.3g} ms", pass.name, pass.length * 1e3), {}, 1, std::max(1, pass.workers)};
+  panel.simulation.makespan = pass.length;
+  for (const TileSpan& s : pass.spans) {
+    Span span;
+    span.worker = s.worker;
+    span.tile = {stage_named(s.stage), s.expert, s.row_block, s.column_block};
+    span.taken = s.taken, span.start = s.start, span.end = s.end;
+    panel.simulation.spans.push_back(span);
+  }
+  return panel;
+}
+
+void write_file(const std::string& name, const std::function<void(std::ostream&)>& write) {
+  std::ofstream file(name);
+  if (file) write(file);
+  file.close();
+  if (!file) throw Error(Status::invalid_argument, "\"" + name + "\" cannot be written");
+}
+
+int run_trace(const Streams& streams, const TraceOptions& o) {
+  const bool html = o.picture.ends_with(".html");
+  if (!o.picture.empty() && !html && !o.picture.ends_with(".svg")) {
+    throw Error(Status::invalid_argument, "--picture: got \"" + o.picture + "\", accepted are NAME.svg and NAME.html");
+  }
+  LayerConfig config = shrunk(layer_config(o.layer, plain_config()), o.shrink);
+  config.validate();
+  const std::int64_t tokens = o.run.tokens > 0 ? o.run.tokens : (o.layer.named() ? 512 : 2048);
+  PlanOptions plan_of = plan_options(o.run, tokens);
+  plan_of.timeline = true;
+  const Plan plan = Plan::create(config, plan_of);
+  const BufferSizes sizes = plan.buffer_sizes(tokens);
+  require_memory(2 * weight_bytes(config, static_cast<double>(size_of(config.dtype))) + static_cast<double>(sizes.saved + sizes.workspace),
+                 "the trace");
+  const Problem problem = make_problem(config, tokens, o.run.routes(), o.run.entry == "ids" ? Entry::ids : Entry::logits, 1);
+  const PlacedProblem placed(problem, plan.options().device, sizes);
+  const auto& [inputs, output_gradients] = placed.variants()[0];
+  std::vector<Pass> passes;
+  for (const bool warm : {false, true}) {  // the first time warms up
+    placed.seconds_of([&] { plan.forward(inputs, placed.outputs(), placed.saved(), placed.workspace()); });
+    if (warm) passes.emplace_back("forward", plan.timeline());
+    placed.seconds_of([&] { plan.backward(inputs, placed.saved(), output_gradients, placed.gradients(), placed.workspace()); });
+    if (warm) passes.emplace_back("backward", plan.timeline());
+  }
+  const std::string heading = fmt::format("{}, T {}, routing {}, {}, measured", summary(config), tokens, o.run.routing, o.run.device);
+  write_file(o.output, [&](std::ostream& file) { write_trace(file, passes); });
+  if (!o.picture.empty()) {
+    const std::vector<Panel> panels{panel_of(passes[0]), panel_of(passes[1])};
+    write_file(o.picture, [&](std::ostream& file) { file << (html ? html_of(heading, panels) : svg_of(heading, panels)); });
+  }
+  if (o.run.json) {
+    streams.out << Json{{"device", o.run.device}, {"tokens", tokens}, {"routing", o.run.routing}, {"seed", o.run.seed},
+                        {"trace", o.output}, {"forward", to_json(passes[0])}, {"backward", to_json(passes[1])}, {"config", tools::to_json(config)}}
+                       .dump(2)
+                << "\n";
+    return success;
+  }
+  fmt::print(streams.out, "{}\n", heading);
+  for (const Pass& pass : passes) print(streams.out, pass);
+  fmt::print(streams.out, "\ntrace:   {} (open it at ui.perfetto.dev or chrome://tracing)\n", o.output);
+  if (!o.picture.empty()) fmt::print(streams.out, "picture: {}\n", o.picture);
+  return success;
+}
+
+}  // namespace
+
+void add_trace(CLI::App& program, Streams streams, Run& run) {
+  auto* command = program.add_subcommand("trace", "what each worker does when, measured: a trace for Perfetto, a picture, shares");
+  auto options = std::make_shared<TraceOptions>();
+  add_layer_options(*command, options->layer);
+  add_run_options(*command, options->run);
+  command->add_option("--shrink", options->shrink, "divide hidden and intermediate sizes by this")->check(CLI::Range(1, 1024));
+  command->add_option("--output", options->output, "the trace, a JSON file")->capture_default_str();
+  command->add_option("--picture", options->picture, "a file to draw the passes into: NAME.svg or NAME.html");
+  command->callback([=, &run] { run = [=] { return run_trace(streams, *options); }; });
+}
+
+}  // namespace moelith::tools
