@@ -28,16 +28,6 @@ struct BenchOptions {
   double seconds = 1.5;
 };
 
-// Small experts, which are harder for a MoE layer than large ones.
-LayerConfig plain_config() {
-  LayerConfig config;
-  config.hidden_size = 512;
-  config.intermediate_size = 256;
-  config.num_experts = 64;
-  config.top_k = 8;
-  return config;
-}
-
 double peak_memory() {
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
@@ -45,19 +35,10 @@ double peak_memory() {
 }
 
 int run_bench(const Streams& streams, const BenchOptions& o) {
-  LayerConfig config = shrunk(layer_config(o.layer, plain_config()), o.shrink);
-  config.validate();
-  const std::int64_t tokens = o.run.tokens > 0 ? o.run.tokens : (o.layer.named() ? 512 : 2048);
-  const Plan plan = Plan::create(config, plan_options(o.run, tokens));
-  const BufferSizes sizes = plan.buffer_sizes(tokens);
-  require_memory(2 * weight_bytes(config, static_cast<double>(size_of(config.dtype))) +
-                     static_cast<double>(sizes.saved + sizes.workspace),
-                 "the benchmark");
-
   constexpr int variants = 3;
-  Problem problem =
-      make_problem(config, tokens, o.run.routes(), o.run.entry == "ids" ? Entry::ids : Entry::logits, variants);
-  const PlacedProblem placed(problem, plan.options().device, sizes);
+  // Small experts, which are harder for a MoE layer than large ones.
+  const PlacedLayer layer(o.layer, o.run, plain_layer(512, 256, 64, 8), o.shrink, variants, false, "the benchmark");
+  const auto& [config, tokens, plan, sizes, problem, placed] = layer;
   std::vector<double> forward, backward, without_gradients, routes, largest;
   repeat_for(o.seconds, [&](int n) {
     const auto& [inputs, output_gradients] = placed.variants()[static_cast<std::size_t>(n % variants)];

@@ -46,16 +46,6 @@ double tolerance_of(DataType dtype) {
   }
 }
 
-// The layer that is checked when none is named.
-LayerConfig plain_config() {
-  LayerConfig config;
-  config.hidden_size = 256;
-  config.intermediate_size = 128;
-  config.num_experts = 16;
-  config.top_k = 4;
-  return config;
-}
-
 // By how much a layer's sizes must be divided so that the reference takes seconds.
 std::int64_t automatic_shrink(const LayerConfig& config, std::int64_t tokens) {
   constexpr double most_weights = 1.5e7, most_operations = 2e10;
@@ -137,7 +127,7 @@ class Checker {
 };
 
 int run_check(const Streams& streams, const CheckOptions& o) {
-  LayerConfig config = layer_config(o.layer, plain_config());
+  LayerConfig config = layer_config(o.layer, plain_layer(256, 128, 16, 4));
   const std::int64_t tokens = o.run.tokens > 0 ? o.run.tokens : 192;
   std::int64_t shrink = o.shrink;
   if (shrink == 0) shrink = o.layer.named() ? automatic_shrink(config, tokens) : 1;

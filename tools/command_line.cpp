@@ -1,6 +1,7 @@
 #include "command_line.hpp"
 
 #include <exception>
+#include <fstream>
 #include <new>
 #include <ostream>
 
@@ -12,6 +13,13 @@ namespace moelith::tools {
 std::string version() {
   const std::int32_t v = moelith_version();
   return std::to_string(v / 10000) + "." + std::to_string(v / 100 % 100) + "." + std::to_string(v % 100);
+}
+
+void write_file(const std::string& name, const std::function<void(std::ostream&)>& write) {
+  std::ofstream file(name, std::ios::binary);
+  if (file) write(file);
+  file.close();
+  if (!file) throw Error(Status::invalid_argument, "\"" + name + "\" cannot be written");
 }
 
 int run_command_line(const std::vector<std::string>& args, std::ostream& out, std::ostream& err) {

@@ -86,6 +86,15 @@ LayerConfig layer_config(const LayerOptions& o, const LayerConfig& plain) {
   return c;
 }
 
+LayerConfig plain_layer(std::int64_t hidden_size, std::int64_t intermediate_size, std::int32_t num_experts, std::int32_t top_k) {
+  LayerConfig config;
+  config.hidden_size = hidden_size;
+  config.intermediate_size = intermediate_size;
+  config.num_experts = num_experts;
+  config.top_k = top_k;
+  return config;
+}
+
 LayerConfig shrunk(LayerConfig config, std::int64_t factor) {
   auto divide = [&](std::int64_t& size) { size = (size + 8 * factor - 1) / (8 * factor) * 8; };
   divide(config.hidden_size);

@@ -39,6 +39,9 @@ void add_layer_options(CLI::App& command, LayerOptions& options);
 // What the options say, on top of `plain` where neither a preset nor a file is named. Valid. Throws Error.
 LayerConfig layer_config(const LayerOptions& options, const LayerConfig& plain);
 
+// A layer of these sizes, everything else as by default: what a command takes where none is named.
+LayerConfig plain_layer(std::int64_t hidden_size, std::int64_t intermediate_size, std::int32_t num_experts, std::int32_t top_k);
+
 // The layer with hidden_size and all intermediate sizes divided by `factor`, rounded up to multiples of 8.
 LayerConfig shrunk(LayerConfig config, std::int64_t factor);
 

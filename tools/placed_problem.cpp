@@ -153,4 +153,31 @@ PlacedProblem::~PlacedProblem() = default;
 void PlacedProblem::fetch_outputs() const { fetch(output_pairs_); }
 void PlacedProblem::fetch_gradients() const { fetch(gradient_pairs_); }
 
+namespace {
+
+Plan plan_of(const LayerConfig& config, const RunOptions& run, std::int64_t tokens, bool timeline) {
+  PlanOptions options = plan_options(run, tokens);
+  options.timeline = timeline;
+  return Plan::create(config, options);
+}
+
+BufferSizes affordable_sizes(const Plan& plan, std::int64_t tokens, const std::string& what) {
+  const BufferSizes sizes = plan.buffer_sizes(tokens);
+  require_memory(2 * weight_bytes(plan.config(), static_cast<double>(size_of(plan.config().dtype))) +
+                     static_cast<double>(sizes.saved + sizes.workspace),
+                 what);
+  return sizes;
+}
+
+}  // namespace
+
+PlacedLayer::PlacedLayer(const LayerOptions& layer, const RunOptions& run, const LayerConfig& unnamed,
+                         std::int64_t shrink, int variants, bool timeline, const std::string& what)
+    : config(shrunk(layer_config(layer, unnamed), shrink)),
+      tokens(run.tokens > 0 ? run.tokens : (layer.named() ? 512 : 2048)),
+      plan(plan_of(config, run, tokens, timeline)),
+      sizes(affordable_sizes(plan, tokens, what)),
+      problem(make_problem(config, tokens, run.routes(), run.entry == "ids" ? Entry::ids : Entry::logits, variants)),
+      placed(problem, plan.options().device, sizes) {}
+
 }  // namespace moelith::tools

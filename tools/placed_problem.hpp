@@ -3,9 +3,11 @@
 
 #include <functional>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
+#include "options.hpp"
 #include "random_problem.hpp"
 
 namespace moelith::tools {
@@ -42,6 +44,21 @@ class PlacedProblem {
   InputGradients gradients_;
   void *saved_ = nullptr, *workspace_ = nullptr;
   std::vector<std::pair<TensorView, TensorView>> output_pairs_, gradient_pairs_;  // on the device, in the problem
+};
+
+// The layer that the options name, on its device, with a problem of it in memory: what `bench` and `trace` run.
+struct PlacedLayer {
+  // `unnamed` is the layer, of 2048 tokens, where the options name none; they are divided by `shrink`. what: for the error
+  // of too little memory, "the benchmark". Throws Error.
+  PlacedLayer(const LayerOptions& layer, const RunOptions& run, const LayerConfig& unnamed, std::int64_t shrink,
+              int variants, bool timeline, const std::string& what);
+
+  const LayerConfig config;
+  const std::int64_t tokens;
+  const Plan plan;
+  const BufferSizes sizes;
+  const Problem problem;
+  const PlacedProblem placed;
 };
 
 }  // namespace moelith::tools

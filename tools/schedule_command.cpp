@@ -39,15 +39,6 @@ struct ScheduleOptions {
   std::string picture;
 };
 
-LayerConfig plain_config() {
-  LayerConfig config;
-  config.hidden_size = 512;
-  config.intermediate_size = 256;
-  config.num_experts = 16;
-  config.top_k = 4;
-  return config;
-}
-
 // What one worker does, where the command line does not say. The CPU: a core with AVX2. The GPU: an SM of an H100 at a
 // rate that dense products reach (600 TFLOP/s of 132 SMs), and its share of the memory's 3.35 TB/s; between ranks, the
 // 360 GB/s that eight SMs move over NVLink and the time of a signal there.
@@ -152,7 +143,7 @@ void print(std::ostream& out, const char* name, const Simulation& s, int workers
 }
 
 int run_schedule(const Streams& streams, const ScheduleOptions& o) {
-  const LayerConfig config = layer_config(o.layer, plain_config());
+  const LayerConfig config = layer_config(o.layer, plain_layer(512, 256, 16, 4));
   const std::int64_t tokens = o.run.tokens > 0 ? o.run.tokens : 1024;
   if (o.tile_columns % 64 != 0) {
     throw Error(Status::invalid_argument,
@@ -191,15 +182,7 @@ int run_schedule(const Streams& streams, const ScheduleOptions& o) {
     };
     const std::vector<Panel> panels{{title("forward", forward), forward, o.ranks, workers},
                                     {title("backward", backward), backward, o.ranks, workers}};
-    const bool html = o.picture.ends_with(".html");
-    if (!html && !o.picture.ends_with(".svg")) {
-      throw Error(Status::invalid_argument,
-                  "--picture is \"" + o.picture + "\"; accepted: a file name that ends in .svg or .html");
-    }
-    std::ofstream file(o.picture, std::ios::binary);
-    file << (html ? html_of(heading, panels) : svg_of(heading, panels));
-    file.close();
-    if (!file) throw Error(Status::invalid_argument, "\"" + o.picture + "\" cannot be written");
+    draw(o.picture, heading, panels);
   }
   if (o.run.json) {
     streams.out << Json{{"device", o.run.device},

@@ -2,8 +2,12 @@
 
 #include <algorithm>
 #include <array>
+#include <ostream>
 
 #include <fmt/format.h>
+
+#include "command_line.hpp"
+#include "moelith/tensor.hpp"
 
 namespace moelith::tools {
 namespace {
@@ -48,7 +52,7 @@ double round_step(double length) {
   return step;
 }
 
-void draw(std::string& svg, const Panel& panel, double top, double line, double scale) {
+void draw_panel(std::string& svg, const Panel& panel, double top, double line, double scale) {
   const int lines = panel.ranks * panel.workers;
   const auto row = [&](const Span& s) { return top + line * (s.rank * panel.workers + s.worker); };
   svg += fmt::format("<text x=\"{}\" y=\"{:.1f}\" class=\"t\">{}</text>\n", left, top - 22, escaped(panel.title));
@@ -106,8 +110,6 @@ void draw(std::string& svg, const Panel& panel, double top, double line, double 
   }
 }
 
-}  // namespace
-
 std::string svg_of(const std::string& heading, const std::vector<Panel>& panels) {
   double longest = 1e-12;
   for (const Panel& panel : panels) longest = std::max(longest, panel.simulation.makespan);
@@ -142,12 +144,14 @@ std::string svg_of(const std::string& heading, const std::vector<Panel>& panels)
     }
   }
   key("fill=\"#e8e8e8\"", "waiting");
-  key("fill=\"none\" stroke=\"#d50000\" stroke-width=\"1.5\"", "critical path");
+  if (std::any_of(panels.begin(), panels.end(), [](const Panel& panel) { return !panel.simulation.critical.empty(); })) {
+    key("fill=\"none\" stroke=\"#d50000\" stroke-width=\"1.5\"", "critical path");
+  }
 
   double top = 76;
   for (const Panel& panel : panels) {
     top += gap - 16;
-    draw(svg, panel, top, line_of(panel), scale);
+    draw_panel(svg, panel, top, line_of(panel), scale);
     top += line_of(panel) * panel.ranks * panel.workers + 40;
   }
   return svg + "</svg>\n";
@@ -157,6 +161,20 @@ std::string html_of(const std::string& heading, const std::vector<Panel>& panels
   return "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><title>" + escaped(heading) +
          "</title><style>body{margin:1em;overflow-x:auto}</style></head>\n<body>\n" + svg_of(heading, panels) +
          "</body></html>\n";
+}
+
+}  // namespace
+
+void check_picture_name(const std::string& file) {
+  if (file.ends_with(".svg") || file.ends_with(".html")) return;
+  throw Error(Status::invalid_argument, "--picture is \"" + file + "\"; accepted: a file name that ends in .svg or .html");
+}
+
+void draw(const std::string& file, const std::string& heading, const std::vector<Panel>& panels) {
+  check_picture_name(file);
+  write_file(file, [&](std::ostream& out) {
+    out << (file.ends_with(".html") ? html_of(heading, panels) : svg_of(heading, panels));
+  });
 }
 
 }  // namespace moelith::tools

@@ -14,12 +14,13 @@ struct Panel {
   int ranks = 1, workers = 1;
 };
 
-// One SVG document: the panels below each other, drawn to the same scale of time, with a legend. Tiles of one stage
-// that follow each other on a worker without a gap are drawn as one block, and waits in a light grey. The critical path
-// is outlined. A block tells stage, expert and times when pointed at.
-std::string svg_of(const std::string& heading, const std::vector<Panel>& panels);
+// Throws Error(invalid_argument) unless the name ends in .svg or .html.
+void check_picture_name(const std::string& file);
 
-// The same in a page of its own.
-std::string html_of(const std::string& heading, const std::vector<Panel>& panels);
+// Writes one SVG document, or a page with it: the panels below each other, drawn to the same scale of time, with a legend.
+// Tiles of one stage that follow each other on a worker without a gap are drawn as one block, and waits in a light grey.
+// The critical path is outlined. A block tells stage, expert and times when pointed at. Throws Error(invalid_argument)
+// for a name as above, or a file that cannot be written.
+void draw(const std::string& file, const std::string& heading, const std::vector<Panel>& panels);
 
 }  // namespace moelith::tools

@@ -30,15 +30,6 @@ struct TraceOptions {
   std::string output = "trace.json", picture;
 };
 
-LayerConfig plain_config() {
-  LayerConfig config;
-  config.hidden_size = 512;
-  config.intermediate_size = 256;
-  config.num_experts = 16;
-  config.top_k = 4;
-  return config;
-}
-
 struct Pass {
   std::string name;
   std::vector<TileSpan> spans;
@@ -144,29 +135,10 @@ Panel panel_of(const Pass& pass) {
   return panel;
 }
 
-void write_file(const std::string& name, const std::function<void(std::ostream&)>& write) {
-  std::ofstream file(name);
-  if (file) write(file);
-  file.close();
-  if (!file) throw Error(Status::invalid_argument, "\"" + name + "\" cannot be written");
-}
-
 int run_trace(const Streams& streams, const TraceOptions& o) {
-  const bool html = o.picture.ends_with(".html");
-  if (!o.picture.empty() && !html && !o.picture.ends_with(".svg")) {
-    throw Error(Status::invalid_argument, "--picture: got \"" + o.picture + "\", accepted are NAME.svg and NAME.html");
-  }
-  LayerConfig config = shrunk(layer_config(o.layer, plain_config()), o.shrink);
-  config.validate();
-  const std::int64_t tokens = o.run.tokens > 0 ? o.run.tokens : (o.layer.named() ? 512 : 2048);
-  PlanOptions plan_of = plan_options(o.run, tokens);
-  plan_of.timeline = true;
-  const Plan plan = Plan::create(config, plan_of);
-  const BufferSizes sizes = plan.buffer_sizes(tokens);
-  require_memory(2 * weight_bytes(config, static_cast<double>(size_of(config.dtype))) + static_cast<double>(sizes.saved + sizes.workspace),
-                 "the trace");
-  const Problem problem = make_problem(config, tokens, o.run.routes(), o.run.entry == "ids" ? Entry::ids : Entry::logits, 1);
-  const PlacedProblem placed(problem, plan.options().device, sizes);
+  if (!o.picture.empty()) check_picture_name(o.picture);  // before all that work
+  const PlacedLayer layer(o.layer, o.run, plain_layer(512, 256, 16, 4), o.shrink, 1, true, "the trace");
+  const auto& [config, tokens, plan, sizes, problem, placed] = layer;
   const auto& [inputs, output_gradients] = placed.variants()[0];
   std::vector<Pass> passes;
   for (const bool warm : {false, true}) {  // the first time warms up
@@ -177,10 +149,7 @@ int run_trace(const Streams& streams, const TraceOptions& o) {
   }
   const std::string heading = fmt::format("{}, T {}, routing {}, {}, measured", summary(config), tokens, o.run.routing, o.run.device);
   write_file(o.output, [&](std::ostream& file) { write_trace(file, passes); });
-  if (!o.picture.empty()) {
-    const std::vector<Panel> panels{panel_of(passes[0]), panel_of(passes[1])};
-    write_file(o.picture, [&](std::ostream& file) { file << (html ? html_of(heading, panels) : svg_of(heading, panels)); });
-  }
+  if (!o.picture.empty()) draw(o.picture, heading, {panel_of(passes[0]), panel_of(passes[1])});
   if (o.run.json) {
     streams.out << Json{{"device", o.run.device}, {"tokens", tokens}, {"routing", o.run.routing}, {"seed", o.run.seed},
                         {"trace", o.output}, {"forward", to_json(passes[0])}, {"backward", to_json(passes[1])}, {"config", tools::to_json(config)}}
