@@ -1,6 +1,7 @@
 #include "command_line.hpp"
 
 #include <exception>
+#include <filesystem>
 #include <fstream>
 #include <new>
 #include <ostream>
@@ -22,6 +23,13 @@ void write_file(const std::string& name, const std::function<void(std::ostream&)
   if (!file) throw Error(Status::invalid_argument, "\"" + name + "\" cannot be written");
 }
 
+void check_writable(const std::string& name) {
+  const bool there = std::filesystem::exists(name);
+  const bool opens = std::ofstream(name, std::ios::app).is_open();
+  if (!there && opens) std::filesystem::remove(name);
+  if (!opens) throw Error(Status::invalid_argument, "\"" + name + "\" cannot be written");
+}
+
 int run_command_line(const std::vector<std::string>& args, std::ostream& out, std::ostream& err) {
   CLI::App program{"Moelith: the mixture-of-experts layer of a transformer, for training", "moelith"};
   program.set_version_flag("--version", version());
@@ -37,7 +45,10 @@ int run_command_line(const std::vector<std::string>& args, std::ostream& out, st
   add_trace(program, streams, run);
   try {
     program.parse(std::vector<std::string>(args.rbegin(), args.rend()));  // CLI11 wants them last first
-    return run();
+    const int status = run();
+    out.flush();
+    if (out) return status;
+    err << "moelith: the results could not be written to the output\n";
   } catch (const CLI::ParseError& error) {
     return program.exit(error, out, err) == 0 ? success : bad_input;
   } catch (const Error& error) { err << "moelith: " << error.what() << "\n"; } catch (const std::bad_alloc&) {

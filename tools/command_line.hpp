@@ -31,6 +31,9 @@ struct Streams {
 // Writes a file by write(stream). Throws Error(invalid_argument) if that fails, also at its end (a full disk).
 void write_file(const std::string& name, const std::function<void(std::ostream&)>& write);
 
+// Throws Error(invalid_argument) where write_file could not even begin; changes nothing.
+void check_writable(const std::string& name);
+
 // Adds a subcommand to the program. Once the arguments are parsed, `run` is set if it is the one to run; run() returns
 // the exit status and may throw.
 using Run = std::function<int()>;

@@ -197,6 +197,7 @@ TEST(CommandLine, TraceIsWhatWasMeasured) {
     const Json& of_pass = summary[names[pass]];
     EXPECT_NEAR(of_pass["ms"].get<double>() * 1e3, last, 1e-3 * last);
     EXPECT_LE(of_pass["work_share"].get<double>() + of_pass["wait_share"].get<double>(), 1.000001);
+    EXPECT_EQ(of_pass["workers"], 2);
     ASSERT_EQ(of_pass["stages"].size(), tiles.size());
     for (const auto& [stage, count] : tiles) EXPECT_EQ(of_pass["stages"][stage]["tiles"], count) << stage;
   }
@@ -206,6 +207,11 @@ TEST(CommandLine, TraceIsWhatWasMeasured) {
   svg << std::ifstream(picture).rdbuf();
   EXPECT_NE(svg.str().find("gate_up_dgrad"), std::string::npos);
   EXPECT_EQ(run("trace -H 64 -I 32 -E 4 -k 2 -T 8 --output /nonexistent/x.json").status, bad_input);
+  EXPECT_EQ(run("trace -H 64 -I 32 -E 4 -k 2 -T 8 --output " + picture + " --picture " + picture).status, bad_input);
+  // Workers that got no tile count too.
+  const Json few = run("trace --json -H 64 -I 32 -E 4 -k 2 -T 1 --threads 8 --output " + trace).json();
+  EXPECT_EQ(few["forward"]["workers"], 8);
+  EXPECT_LE(few["forward"]["work_share"].get<double>(), 1.000001);
 }
 
 TEST(CommandLine, ScheduleOfSeveralRanks) {

@@ -144,7 +144,7 @@ void print(std::ostream& out, const char* name, const Simulation& s, int workers
 
 int run_schedule(const Streams& streams, const ScheduleOptions& o) {
   const LayerConfig config = layer_config(o.layer, plain_layer(512, 256, 16, 4));
-  const std::int64_t tokens = o.run.tokens > 0 ? o.run.tokens : 1024;
+  const std::int64_t tokens = o.run.tokens > 0 ? o.run.tokens : 2048;
   if (o.tile_columns % 64 != 0) {
     throw Error(Status::invalid_argument,
                 fmt::format("--tile-columns is {}; accepted: a multiple of 64", o.tile_columns));

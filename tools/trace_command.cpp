@@ -12,6 +12,7 @@
 #include <nlohmann/json.hpp>
 
 #include "command_line.hpp"
+#include "executors/cpu/thread_pool.hpp"
 #include "options.hpp"
 #include "placed_problem.hpp"
 #include "random_problem.hpp"
@@ -33,10 +34,12 @@ struct TraceOptions {
 struct Pass {
   std::string name;
   std::vector<TileSpan> spans;
-  int workers = 0;
+  int workers;
   double length = 0;  // until the last tile ended
 
-  Pass(std::string pass_name, std::vector<TileSpan> tiles) : name(std::move(pass_name)), spans(std::move(tiles)) {
+  // all_workers: of the plan, if they are known; some may have got no tile.
+  Pass(std::string pass_name, std::vector<TileSpan> tiles, int all_workers)
+      : name(std::move(pass_name)), spans(std::move(tiles)), workers(all_workers) {
     std::sort(spans.begin(), spans.end(), [](const TileSpan& a, const TileSpan& b) {
       return a.worker != b.worker ? a.worker < b.worker : a.taken < b.taken;
     });
@@ -56,12 +59,10 @@ void write_trace(std::ostream& out, const std::vector<Pass>& passes) {
   for (std::size_t p = 0; p < passes.size(); ++p) {
     const Pass& pass = passes[p];
     write({{"ph", "M"}, {"name", "process_name"}, {"pid", p}, {"args", {{"name", pass.name}}}});
-    int named = -1;
+    for (int worker = 0; worker < pass.workers; ++worker) {
+      write({{"ph", "M"}, {"name", "thread_name"}, {"pid", p}, {"tid", worker}, {"args", {{"name", fmt::format("worker {}", worker)}}}});
+    }
     for (const TileSpan& span : pass.spans) {
-      if (span.worker != named) {
-        named = span.worker;
-        write({{"ph", "M"}, {"name", "thread_name"}, {"pid", p}, {"tid", named}, {"args", {{"name", fmt::format("worker {}", named)}}}});
-      }
       const auto slice = [&](const std::string& name, const char* category, double from, double to) {
         Json event{{"ph", "X"}, {"name", name}, {"cat", category}, {"pid", p}, {"tid", span.worker}, {"ts", from * 1e6}, {"dur", (to - from) * 1e6}};
         event["args"] = {{"expert", span.expert}, {"row_block", span.row_block}, {"column_block", span.column_block}};
@@ -113,8 +114,11 @@ Json to_json(const Pass& pass) {
 
 void print(std::ostream& out, const Pass& pass) {
   const Json summary = to_json(pass);
-  fmt::print(out, "\n{}: {:.3f} ms, {} workers: {:.1f} % of their time at tiles, {:.1f} % waiting for other tiles\n", pass.name,
-             summary["ms"].get<double>(), pass.workers, 100 * summary["work_share"].get<double>(), 100 * summary["wait_share"].get<double>());
+  const double work = 100 * summary["work_share"].get<double>(), wait = 100 * summary["wait_share"].get<double>();
+  fmt::print(out,
+             "\n{}: {:.3f} ms, {} worker{}: {:.1f} % of their time at tiles, {:.1f} % waiting for other tiles, {:.1f} % "
+             "before their first tile, after their last or between tiles\n",
+             pass.name, summary["ms"].get<double>(), pass.workers, pass.workers == 1 ? "" : "s", work, wait, std::max(0.0, 100 - work - wait));
   fmt::print(out, "{:<18} {:>8} {:>12} {:>8} {:>10}\n", "stage", "tiles", "mean, us", "share", "waiting");
   for (const auto& [name, stage] : summary["stages"].items()) {
     fmt::print(out, "{:<18} {:>8} {:>12.2f} {:>7.1f}% {:>9.1f}%\n", name, stage["tiles"].get<std::int64_t>(),
@@ -136,24 +140,35 @@ Panel panel_of(const Pass& pass) {
 }
 
 int run_trace(const Streams& streams, const TraceOptions& o) {
-  if (!o.picture.empty()) check_picture_name(o.picture);  // before all that work
+  // Before all that work.
+  if (!o.picture.empty()) {
+    check_picture_name(o.picture);
+    if (o.picture == o.output) throw Error(Status::invalid_argument, "--picture and --output are both \"" + o.output + "\"");
+    check_writable(o.picture);
+  }
+  check_writable(o.output);
   const PlacedLayer layer(o.layer, o.run, plain_layer(512, 256, 16, 4), o.shrink, 1, true, "the trace");
   const auto& [config, tokens, plan, sizes, problem, placed] = layer;
   const auto& [inputs, output_gradients] = placed.variants()[0];
+  int workers = 0;
+  if (plan.options().device == DeviceKind::cpu) {
+    workers = o.run.threads > 0 ? o.run.threads : executors::cpu::available_workers();
+  }
   std::vector<Pass> passes;
   for (const bool warm : {false, true}) {  // the first time warms up
     placed.seconds_of([&] { plan.forward(inputs, placed.outputs(), placed.saved(), placed.workspace()); });
-    if (warm) passes.emplace_back("forward", plan.timeline());
+    if (warm) passes.emplace_back("forward", plan.timeline(), workers);
     placed.seconds_of([&] { plan.backward(inputs, placed.saved(), output_gradients, placed.gradients(), placed.workspace()); });
-    if (warm) passes.emplace_back("backward", plan.timeline());
+    if (warm) passes.emplace_back("backward", plan.timeline(), workers);
   }
-  const std::string heading = fmt::format("{}, T {}, routing {}, {}, measured", summary(config), tokens, o.run.routing, o.run.device);
+  const std::string heading = fmt::format("{}, T {}, routing {}{}, {}, measured", summary(config), tokens, o.run.routing,
+                                          o.run.recompute ? ", recomputing" : "", o.run.device);
   write_file(o.output, [&](std::ostream& file) { write_trace(file, passes); });
   if (!o.picture.empty()) draw(o.picture, heading, {panel_of(passes[0]), panel_of(passes[1])});
   if (o.run.json) {
     streams.out << Json{{"device", o.run.device}, {"tokens", tokens}, {"routing", o.run.routing}, {"seed", o.run.seed},
-                        {"trace", o.output}, {"forward", to_json(passes[0])}, {"backward", to_json(passes[1])}, {"config", tools::to_json(config)}}
-                       .dump(2)
+                        {"workers", passes[0].workers}, {"entry", o.run.entry}, {"recompute", o.run.recompute}, {"trace", o.output}, {"forward", to_json(passes[0])}, {"backward", to_json(passes[1])}, {"config", tools::to_json(config)}}
+                       .dump(2, ' ', false, Json::error_handler_t::replace)  // file names may be anything
                 << "\n";
     return success;
   }

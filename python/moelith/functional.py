@@ -88,6 +88,9 @@ def moe(
         raise ValueError(f"shared: {len(shared)} experts given; config has {len(config.shared_experts)}")
     given = {"gate_up_proj": gate_up_proj, "gate_up_bias": gate_up_bias, "down_proj": down_proj, "down_bias": down_bias}
     for s, expert in enumerate(shared):
+        check_type(expert, f"shared[{s}]", (SharedWeights, tuple, list))
+        if len(expert) > len(SharedWeights._fields):
+            raise ValueError(f"shared[{s}]: {len(expert)} tensors; accepted: {', '.join(SharedWeights._fields)}")
         for kind, tensor in zip(SharedWeights._fields, expert):
             given[f"shared.{s}.{kind}"] = tensor
     for name, tensor in given.items():
@@ -149,6 +152,7 @@ def _forward(
     for name, tensor in named.items():
         if tensor is not None:
             check_type(tensor, name, Tensor)
+            _check_layout(tensor, name)
             if tensor.device != x.device:
                 raise ValueError(f"{name}: on {tensor.device}; accepted: {x.device}, where x is")
     _refuse_other_modes((x, *named.values()))
@@ -263,13 +267,18 @@ def _refuse_other_modes(tensors):
         raise NotImplementedError("forward-mode differentiation (jvp): accepted is reverse mode, backward()")
 
 
+def _check_layout(tensor, name):
+    if tensor.layout != torch.strided or tensor.is_nested:
+        layout = "of a nested tensor" if tensor.is_nested else tensor.layout
+        raise ValueError(f"{name}: layout {layout}; accepted: {torch.strided}")
+
+
 def _rows_of(tensor, name, columns):
     """[..., columns] -> [T, columns]"""
     if tensor is None:
         return None
     check_type(tensor, name, Tensor)
-    if tensor.layout != torch.strided:
-        raise ValueError(f"{name}: layout {tensor.layout}; accepted: {torch.strided}")
+    _check_layout(tensor, name)
     if tensor.dim() == 0 or tensor.shape[-1] != columns:
         raise ValueError(f"{name}: shape {tuple(tensor.shape)}; accepted: [..., {columns}]")
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, columns)
@@ -278,6 +287,7 @@ def _rows_of(tensor, name, columns):
 def _main_gradients(main_gradients, weights):
     if not main_gradients:
         return [], 0
+    check_type(main_gradients, "main_gradients", Mapping)
     tensors, mask = [], 0
     for name in main_gradients:
         if name not in weights:
@@ -286,6 +296,9 @@ def _main_gradients(main_gradients, weights):
         if name in main_gradients:
             tensor = main_gradients[name]
             check_type(tensor, f"main_gradients['{name}']", Tensor)
+            _check_layout(tensor, f"main_gradients['{name}']")
+            if tensor.is_neg():
+                raise ValueError(f"main_gradients['{name}']: a lazily negated view; accepted: memory that can be added to")
             dtype, shape, device = accumulator_dtype(weight.dtype), tuple(weight.shape), weight.device
             if tensor.dtype != dtype or tensor.shape != shape or tensor.device != device or not tensor.is_contiguous():
                 raise ValueError(

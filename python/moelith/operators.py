@@ -208,17 +208,32 @@ def _backward(ctx, grad_y, _ids, grad_topk_weights, _counts, grad_aux_loss, grad
     for i in accumulate:
         of_weights[i] = _placeholder_of_main_gradient(ctx.marked.get(i))
     if torch.is_grad_enabled():  # create_graph
-        of_tensors, of_weights = _not_differentiable_again(of_tensors, of_weights)
+        sources = (*tensors, *weights, grad_y, grad_topk_weights, grad_aux_loss, grad_z_loss)
+        of_tensors, of_weights = _not_differentiable_again(of_tensors, of_weights, sources)
     return (*of_tensors.values(), of_weights, [None] * len(ctx.main_gradients)) + (None,) * 6
 
 
-def _not_differentiable_again(of_tensors, of_weights):
-    """The gradients, which raise when they are differentiated; without this they would count as constants."""
+class _NotDifferentiableAgain(torch.autograd.Function):
+    """Hands the layer's gradients on as functions of all that they follow from, with a backward that raises.
+
+    Detached gradients would count as constants, and autograd would leave out a node that leads to none of the tensors
+    it is asked about: either way a second derivative would silently be zero.
+    """
+
+    @staticmethod
+    def forward(_ctx, count, *tensors):
+        return tuple(gradient.detach() for gradient in tensors[:count])
+
+    @staticmethod
+    def backward(_ctx, *_upstream):
+        raise RuntimeError("moelith: second derivatives of the layer are asked for; no autograd formula for them")
+
+
+def _not_differentiable_again(of_tensors, of_weights, sources):
+    """The gradients, which raise when they are differentiated; sources: all that they follow from."""
     given = [gradient for gradient in (*of_tensors.values(), *of_weights) if gradient is not None]
-    message = "moelith: second derivatives of the layer are asked for; no autograd formula for them"
-    guard = torch._C._functions.DelayedError(message.encode(), len(given))
-    guarded = guard(*(gradient.detach().requires_grad_() for gradient in given))
-    remaining = iter(guarded if isinstance(guarded, (tuple, list)) else (guarded,))
+    sources = [tensor for tensor in sources if tensor is not None and tensor.requires_grad]
+    remaining = iter(_NotDifferentiableAgain.apply(len(given), *given, *sources))
     of_tensors = {name: None if gradient is None else next(remaining) for name, gradient in of_tensors.items()}
     return of_tensors, [None if gradient is None else next(remaining) for gradient in of_weights]
 

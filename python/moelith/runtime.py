@@ -177,7 +177,7 @@ class Group:
                 "PlanOptions.max_tokens: None; accepted for a group of several ranks: the largest number of tokens of "
                 "any call on this rank"
             )
-        if dtype not in _DTYPES:
+        if dtype not in (torch.float64, torch.float32, torch.bfloat16):
             raise ValueError(f"x: dtype {dtype_name(dtype)}; accepted: float64, float32, bfloat16")
         native = _moelith.PlanOptions()
         assign(native, fields | {"max_tokens": capacity if given is None else given})

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moelith import Activation, Group, LayerConfig, PlanOptions
 from moelith import functional as MF
+from moelith.operators import accumulator_dtype
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 RESULTS = ("y", "topk_weights", "aux_loss", "z_loss")  # the differentiable ones
@@ -382,6 +383,39 @@ def test_second_derivatives_are_refused():
         (dx.sum() + tensors["x"].sum()).backward()
 
 
+def test_second_derivatives_by_what_is_asked_for_are_refused_too():
+    tensors = tensors_of(BASE, 8)
+    for asked in ("x", "down_proj", "router_logits"):
+        (dx,) = torch.autograd.grad(run(tensors, BASE).y.sum(), tensors["x"], create_graph=True)
+        with pytest.raises(RuntimeError, match="no autograd formula"):
+            torch.autograd.grad(dx.square().sum() + tensors[asked].sum(), tensors[asked])
+        (dx,) = torch.autograd.grad(run(tensors, BASE).y.sum(), tensors["x"], create_graph=True)
+        with pytest.raises(RuntimeError, match="no autograd formula"):
+            (dx.square().sum() + tensors[asked].sum()).backward(inputs=[tensors[asked]])
+    x = tensors["x"].detach()
+    of_x = lambda x: run(tensors | {"x": x}, BASE).y
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        torch.autograd.functional.hvp(lambda x: of_x(x).square().sum(), x, torch.ones_like(x))
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        torch.autograd.functional.jvp(of_x, x, x)  # differentiates twice backward
+
+
+def test_tensors_without_strided_memory_and_odd_lists_are_refused_by_name():
+    tensors = tensors_of(BASE, 8)
+    for name in ("gate_up_proj", "down_proj", "x", "router_logits"):
+        with pytest.raises(ValueError, match=f"^{name}: layout"):
+            run(tensors | {name: tensors[name].detach().to_sparse()}, BASE)
+    with pytest.raises(TypeError, match="^main_gradients: list"):
+        run(tensors, BASE, main_gradients=["down_proj"])
+    target = torch.zeros(tensors["down_proj"].shape, dtype=accumulator_dtype(tensors["down_proj"].dtype))
+    with pytest.raises(ValueError, match="main_gradients.*negat"):
+        run(tensors, BASE, main_gradients={"down_proj": torch._neg_view(target)})
+    with pytest.raises(ValueError, match="^router_logits: dtype int8; accepted: float64, float32, bfloat16$"):
+        run(tensors | {"router_logits": torch.zeros(tensors["router_logits"].shape, dtype=torch.int8)}, BASE)
+    with pytest.raises(ValueError, match="^x: dtype int64; accepted: float64, float32, bfloat16$"):
+        run(tensors | {"x": torch.zeros(tensors["x"].shape, dtype=torch.int64)}, BASE)
+
+
 def test_forward_mode_is_refused():
     tensors = tensors_of(BASE, 8)
     x = tensors["x"].detach()
@@ -659,6 +693,7 @@ import os, sys, threading, time, torch
 sys.path.insert(0, sys.argv[1])
 from layer_cases import BASE, tensors_of
 from moelith import functional as MF
+from moelith.operators import accumulator_dtype
 tensors = tensors_of(BASE, 300)
 stop = threading.Event()
 def passes():

@@ -277,4 +277,4 @@ def test_progress_shows_loss_speed_time_left_and_the_share_of_the_layers(live, m
     progress.close()
     out, error = capsys.readouterr()
     shown = error.split("\r")[-1] if live else out
-    assert "5/10 " in shown and " to go  loss 1.250  held out 2.500 bits/byte  12,346 tokens/s  MoE 50% of time" in shown
+    assert "5/10 " in shown and " to go  loss 1.250 nats/byte  held out 2.500 bits/byte  12,346 tokens/s  MoE 50% of time" in shown

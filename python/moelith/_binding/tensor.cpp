@@ -32,19 +32,17 @@ std::string name_of(nb::handle dtype) {
   const std::string name = nb::cast<std::string>(nb::str(dtype));
   return name.starts_with("torch.") ? name.substr(6) : name;
 }
-bool is_floating_point(nb::handle dtype) { return nb::cast<bool>(dtype.attr("is_floating_point")); }
-
+// Which of them may be where they are expected depends on the argument: numbers of experts and tokens are integers.
 [[noreturn]] void refuse_dtype(nb::handle dtype, const std::string& name) {
-  std::string accepted;
-  for (const KnownDtype& known : known_dtypes()) {
-    if (is_floating_point(known.dtype) != is_floating_point(dtype)) continue;
-    accepted += (accepted.empty() ? "" : ", ") + name_of(known.dtype);
-  }
+  const char* accepted = name == "topk_ids"                     ? "int64, int32"
+                         : name == "num_valid_tokens"           ? "int32"
+                         : name == "counts"                     ? "int64"
+                                                                : "float64, float32, bfloat16";
   throw Error(Status::invalid_argument, name + ": dtype " + name_of(dtype) + "; accepted: " + accepted);
 }
 
 // One attribute, or the result of one method without arguments, by an interned name: of a tensor these are asked for
-// a dozen times a call.
+// a dozen times a call. Throw what Python raises.
 nb::object attribute(nb::handle object, PyObject* name) {
   PyObject* value = PyObject_GetAttr(object.ptr(), name);
   if (!value) throw nb::python_error();

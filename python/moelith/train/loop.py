@@ -195,7 +195,7 @@ class Progress:
     def show(self, row: dict) -> None:
         if "held_out_bits_per_byte" in row:
             self.held_out = f"held out {row['held_out_bits_per_byte']:.3f} bits/byte  "
-        text = (f"loss {row['loss']:.3f}  {self.held_out}{row['tokens_per_s']:,.0f} tokens/s  "
+        text = (f"loss {row['loss']:.3f} nats/byte  {self.held_out}{row['tokens_per_s']:,.0f} tokens/s  "
                 f"MoE {row['moe_share']:.0%} of time")
         if self.live:
             self.bar.set_description_str(text)
