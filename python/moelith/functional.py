@@ -297,7 +297,7 @@ def _main_gradients(main_gradients, weights):
             tensor = main_gradients[name]
             check_type(tensor, f"main_gradients['{name}']", Tensor)
             _check_layout(tensor, f"main_gradients['{name}']")
-            if tensor.is_neg():
+            if not torch.compiler.is_compiling() and tensor.is_neg():  # a graph cannot ask that
                 raise ValueError(f"main_gradients['{name}']: a lazily negated view; accepted: memory that can be added to")
             dtype, shape, device = accumulator_dtype(weight.dtype), tuple(weight.shape), weight.device
             if tensor.dtype != dtype or tensor.shape != shape or tensor.device != device or not tensor.is_contiguous():
