@@ -12,7 +12,6 @@
 
 #include "command_line.hpp"
 #include "dense_rate.hpp"
-#include "executors/cpu/thread_pool.hpp"
 #include "options.hpp"
 #include "placed_problem.hpp"
 #include "random_problem.hpp"
@@ -77,7 +76,7 @@ int run_bench(const Streams& streams, const BenchOptions& o) {
   const double fraction_forward = forward_tflops / best_forward.forward_tflops;
   const double fraction_both = both_tflops / best_both.forward_backward_tflops;
   const double mean_load = median(routes) / config.num_experts;
-  const int threads = o.run.threads > 0 ? o.run.threads : executors::cpu::available_workers();
+  const int threads = threads_of(o.run);
 
   if (o.run.json) {
     Json rates = Json::array();
@@ -146,9 +145,7 @@ void add_bench(CLI::App& program, Streams streams, Run& run) {
   auto options = std::make_shared<BenchOptions>();
   add_layer_options(*command, options->layer);
   add_run_options(*command, options->run);
-  command->add_option("--shrink", options->shrink, "divide H and the intermediate sizes by this")
-      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1024}))
-      ->capture_default_str();
+  add_shrink_option(*command, options->shrink);
   command->add_option("--seconds", options->seconds, "for each measurement, at least 3 rounds")
       ->check(CLI::Range(0.0, 3600.0))
       ->capture_default_str();

@@ -65,6 +65,13 @@ TEST(CommandLine, BadUseIsStatusTwoWithATextOnTheErrorStream) {
   EXPECT_NE(run("check --help").out.find("--routing"), std::string::npos);
 }
 
+TEST(CommandLine, ResultsThatCannotBeWrittenAreAnError) {
+  std::ostringstream out, err;
+  out.setstate(std::ios::badbit);  // as behind a full disk
+  EXPECT_EQ(run_command_line({"presets"}, out, err), bad_input);
+  EXPECT_NE(err.str().find("could not be written"), std::string::npos) << err.str();
+}
+
 TEST(CommandLine, InfoSaysWhatRunsAndWhyNot) {
   const Json info = run("info --json").json();
   EXPECT_GE(info["threads"].get<int>(), 1);

@@ -1,6 +1,5 @@
 #include "dense_rate.hpp"
 
-#include "executors/cpu/thread_pool.hpp"
 #include "placed_problem.hpp"
 #include "random_problem.hpp"
 #include "stopwatch.hpp"
@@ -93,7 +92,7 @@ std::optional<DenseRate> onednn_dense_rate(const LayerConfig& config, const RunO
                                            double seconds) {
   if (config.dtype == DataType::float64) return std::nullopt;
   if (omp_set_num_threads != nullptr) {
-    omp_set_num_threads(run.threads > 0 ? run.threads : executors::cpu::available_workers());
+    omp_set_num_threads(threads_of(run));
   }
   const std::int64_t n = config.gate_up_rows(dense_width(config)), k = config.hidden_size;
   using Type = dnnl::memory::data_type;

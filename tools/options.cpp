@@ -1,9 +1,9 @@
 #include "options.hpp"
-
 #include <fmt/format.h>
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
+#include "executors/cpu/thread_pool.hpp"
 #include "moelith/presets.hpp"
 
 namespace moelith::tools {
@@ -116,6 +116,16 @@ RouteSpec RunOptions::routes() const {
     throw Error(Status::invalid_argument, "--routing-file needs --routing file, but --routing is " + routing);
   }
   return spec;
+}
+
+void add_shrink_option(CLI::App& command, std::int64_t& shrink) {
+  command.add_option("--shrink", shrink, "divide H and the intermediate sizes by this")
+      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1024}))
+      ->capture_default_str();
+}
+
+int threads_of(const RunOptions& options) {
+  return options.threads > 0 ? options.threads : executors::cpu::available_workers();
 }
 
 void add_json_option(CLI::App& command, bool& json) {

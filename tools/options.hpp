@@ -59,6 +59,10 @@ struct RunOptions {
   RouteSpec routes() const;
 };
 void add_run_options(CLI::App& command, RunOptions& options);
+// --shrink, for a layer that is shrunk() by it.
+void add_shrink_option(CLI::App& command, std::int64_t& shrink);
+// CPU threads: --threads, or all that the process may use.
+int threads_of(const RunOptions& options);
 void add_json_option(CLI::App& command, bool& json);
 
 // throws Error(invalid_argument) for a name that is no device.

@@ -2,7 +2,6 @@
 // chrome://tracing open, a picture, and a summary by stage.
 #include <algorithm>
 #include <array>
-#include <fstream>
 #include <memory>
 #include <ostream>
 #include <string>
@@ -12,7 +11,6 @@
 #include <nlohmann/json.hpp>
 
 #include "command_line.hpp"
-#include "executors/cpu/thread_pool.hpp"
 #include "options.hpp"
 #include "placed_problem.hpp"
 #include "random_problem.hpp"
@@ -21,7 +19,6 @@
 namespace moelith::tools {
 namespace {
 
-using executors::simulator::Simulation;
 using executors::simulator::Span;
 
 struct TraceOptions {
@@ -150,10 +147,7 @@ int run_trace(const Streams& streams, const TraceOptions& o) {
   const PlacedLayer layer(o.layer, o.run, plain_layer(512, 256, 16, 4), o.shrink, 1, true, "the trace");
   const auto& [config, tokens, plan, sizes, problem, placed] = layer;
   const auto& [inputs, output_gradients] = placed.variants()[0];
-  int workers = 0;
-  if (plan.options().device == DeviceKind::cpu) {
-    workers = o.run.threads > 0 ? o.run.threads : executors::cpu::available_workers();
-  }
+  const int workers = plan.options().device == DeviceKind::cpu ? threads_of(o.run) : 0;  // a GPU's are seen in its spans
   std::vector<Pass> passes;
   for (const bool warm : {false, true}) {  // the first time warms up
     placed.seconds_of([&] { plan.forward(inputs, placed.outputs(), placed.saved(), placed.workspace()); });
@@ -186,7 +180,7 @@ void add_trace(CLI::App& program, Streams streams, Run& run) {
   auto options = std::make_shared<TraceOptions>();
   add_layer_options(*command, options->layer);
   add_run_options(*command, options->run);
-  command->add_option("--shrink", options->shrink, "divide hidden and intermediate sizes by this")->check(CLI::Range(1, 1024));
+  add_shrink_option(*command, options->shrink);
   command->add_option("--output", options->output, "the trace, a JSON file")->capture_default_str();
   command->add_option("--picture", options->picture, "a file to draw the passes into: NAME.svg or NAME.html");
   command->callback([=, &run] { run = [=] { return run_trace(streams, *options); }; });
