@@ -39,9 +39,8 @@ class Waiting {
 
 // Host memory that the kernels of all ranks reach. All zero at first.
 struct HostWords {
-  std::int32_t stop = 0;              // not 0 once the group has failed: kernels' waits end
-  std::int32_t claimed = 0;           // by the kernel that fills `report`
-  alignas(16) std::int32_t report[12] = {};  // what it gave up, in the executor's own terms
+  std::int32_t stop = 0;                   // not 0 once the group has failed: kernels' waits end
+  alignas(16) std::byte report[64] = {};  // what a kernel gave up, in its executor's own terms
 };
 
 // Symmetric memory on the GPUs of the ranks.
