@@ -5,7 +5,9 @@
 //     before anything else. Such a tile stands in the order before those that wait for what is copied beside it, and
 //     whoever takes it copies without waiting for anyone. So the order of the schedule still makes progress.
 //   - x in backward, which only the weight gradients read unless gate_up runs again: beside the tiles of gate_up_dgrad,
-//     those of their own row block, so that the tiles of down_dgrad have dY's rows alone to take along.
+//     those of their own row block, so that the tiles of down_dgrad have dY's rows alone to take along. With several ranks
+//     it comes along with dY: what combine waits for then says that nobody reads this rank's x any more.
+// Rows of other ranks' tokens are read where they lie.
 // The warp that hands on tiles copies, while the others load and compute: first it hands the tile on, then it copies, and
 // of what it has copied it tells when it would next have to wait (Packer::publish), so that nobody waits for it in vain.
 //
@@ -13,7 +15,7 @@
 // block; for x beside gate_up_dgrad, parts (one for each tile and block of the cluster) in down_dgrad_done.
 #pragma once
 
-#include "executors/cuda/sm90_pass.cuh"
+#include "executors/cuda/sm90_ranks.cuh"
 
 namespace moelith::executors::cuda::sm90 {
 
@@ -22,7 +24,8 @@ inline constexpr int packed_shift = 32;
 // Whether x is packed beside gate_up_dgrad.
 __device__ inline bool packs_x_later(const PassData& data) {
   const schedule::Sizes& sizes = data.pass.sizes;
-  return sizes.direction == schedule::Direction::backward && !sizes.recompute && sizes.want_dx && data.packed_x;
+  return sizes.direction == schedule::Direction::backward && !sizes.recompute && sizes.want_dx &&
+         sizes.ranks == 1 && data.packed_x;
 }
 // The stage that has rows of later blocks beside it.
 __device__ inline bool packs_ahead(const schedule::Sizes& sizes, Stage stage) {
@@ -37,11 +40,6 @@ __device__ inline schedule::RowRange rows_of_block(const schedule::Pass& pass, s
   return schedule::tile_rows(pass, schedule::routed_tile(pass, Stage::gate_up, block, 0));
 }
 
-// The token of routed row `row`, if that is before `last`.
-__device__ __forceinline__ unsigned token_of_row(const PassData& data, std::int64_t row, std::int64_t last) {
-  const unsigned route = row < last ? static_cast<unsigned>(data.pass.layout.row_route[row]) : 0;
-  return route / static_cast<unsigned>(data.pass.sizes.top_k);
-}
 // What this warp has written is there for the copy engine of whoever sees what is released after this.
 __device__ __forceinline__ void finish_packing() {
   fence_async_all();
@@ -50,7 +48,9 @@ __device__ __forceinline__ void finish_packing() {
 }
 
 // The first group's rows, by all warps of the blocks that are there: a block that starts late need not be waited for.
-__device__ __forceinline__ void pack_first_rows(const PassData& data, const schedule::CounterMap& map, int lane) {
+template <bool Ranks>
+__device__ __forceinline__ void pack_first_rows(const PassData& data, const Peers& peers, const schedule::CounterMap& map,
+                                                int lane) {
   const schedule::Pass& pass = data.pass;
   if (pass.sizes.local_experts == 0) return;
   constexpr int units = 16;  // of a block
@@ -79,13 +79,13 @@ __device__ __forceinline__ void pack_first_rows(const PassData& data, const sche
   for (std::int64_t unit = take(); unit < blocks * units; unit = take()) {
     const schedule::RowRange rows = rows_of_block(pass, unit / units);
     const std::int64_t first = rows.begin + unit % units;
-    const unsigned token = token_of_row(data, first + lane * units, rows.end);
+    const TokenOfRow<Ranks> mine(data, first + lane * units, rows.end);
     unsigned count = 0;
 #pragma unroll 1
     for (std::int64_t row = first; row < rows.end; row += units, ++count) {
-      const std::int64_t from = __shfl_sync(~0u, token, static_cast<int>(count));
-      if (x) copy(data.x + from * data.x_stride, x + row * hidden);
-      if (data.packed_dy) copy(data.dy + from * data.dy_stride, data.packed_dy + row * hidden);
+      const TokenOfRow<Ranks> from = mine.of_lane(static_cast<int>(count));
+      if (x) copy(from.x(data, peers), x + row * hidden);
+      if (data.packed_dy) copy(from.dy(data, peers), data.packed_dy + row * hidden);
     }
     finish_packing();
     if (lane == 0 && count > 0) {
@@ -97,7 +97,7 @@ __device__ __forceinline__ void pack_first_rows(const PassData& data, const sche
 
 // Rows beside tiles, by one warp through a piece of shared memory and the copy engine: many bytes under way, with few
 // registers.
-template <int N>
+template <int N, bool Ranks>
 class Packer {
  public:
   __device__ Packer(SharedMemory<N>& shared, int lane) : shared_(shared), lane_(lane) {}
@@ -141,10 +141,10 @@ class Packer {
     constexpr int elements = Shape::pack_piece / 2;
     const int pieces = (hidden + elements - 1) / elements, per_row = pieces * ((x ? 1 : 0) + (dy ? 1 : 0));
     const int mine = first + lane_ * cluster_blocks;
-    const unsigned token = token_of_row(data, mine, last);
+    const TokenOfRow<Ranks> own(data, mine, last);
     if (mine < last) {  // all of them into the second-level cache at once
-      if (x) bulk_prefetch(data.x + token * data.x_stride, 2 * hidden);
-      if (dy) bulk_prefetch(data.dy + token * data.dy_stride, 2 * hidden);
+      if (x) bulk_prefetch(own.x(data, shared_.peers()), 2 * hidden);
+      if (dy) bulk_prefetch(own.dy(data, shared_.peers()), 2 * hidden);
     }
     __syncwarp();
     const int rows = min(32, (last - first + cluster_blocks - 1) / cluster_blocks), all = rows * per_row;
@@ -155,14 +155,14 @@ class Packer {
     for (int begin = 0; begin < all; begin += Shape::pack_pieces) {
       const int piece = begin + lane_, r = piece / per_row, inside = piece - r * per_row;
       const bool there = piece < all, of_x = x && inside < pieces;
-      const std::int64_t from = __shfl_sync(~0u, token, r & 31), to = first + r * cluster_blocks;
+      const TokenOfRow<Ranks> from = own.of_lane(r & 31);
+      const std::int64_t to = first + r * cluster_blocks;
       const int column = (of_x || !x ? inside : inside - pieces) * elements;
       const std::uint32_t bytes = there ? 2 * min(elements, hidden - column) : 0, sum = __reduce_add_sync(~0u, bytes);
       if (lane_ == 0) barrier_arrive_expect(full, sum);
       __syncwarp();
       if (there)
-        bulk_load(place, (of_x ? data.x + from * data.x_stride : data.dy + from * data.dy_stride) + column, bytes,
-                  full);
+        bulk_load(place, (of_x ? from.x(data, shared_.peers()) : from.dy(data, shared_.peers())) + column, bytes, full);
       barrier_wait(full, parity_);
       parity_ ^= 1;
       if (there) bulk_store((of_x ? data.packed_x : data.packed_dy) + to * hidden + column, place, bytes);
