@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <mutex>
 #include <stdexcept>
 
 #include "tests/layer_fixture.hpp"
@@ -19,6 +20,7 @@ class Arena {
   Arena() {
     check(cudaMallocManaged(&base_, size));
     memory().allocate = [this](std::size_t bytes) {
+      const std::lock_guard lock(mutex_);
       std::byte* here = base_ + used_;
       used_ += (bytes + 255) / 256 * 256;
       if (used_ > size) throw std::runtime_error("the arena is full");
@@ -33,6 +35,7 @@ class Arena {
 
  private:
   static constexpr std::size_t size = std::size_t(1) << 30;
+  std::mutex mutex_;  // several ranks' threads
   std::byte* base_ = nullptr;
   std::size_t used_ = 0;
 };
@@ -55,6 +58,25 @@ inline RunOptions on_gpu() {
 inline Results run_gpu(const Problem& p, const RunOptions& options = on_gpu()) {
   arena().reset();
   return run(p, options);
+}
+
+// Several ranks on this GPU, each with a stream of its own.
+inline RunOptions on_ranks(std::vector<std::int64_t> tokens_of_rank) {
+  static std::vector<void*> streams;
+  while (streams.size() < tokens_of_rank.size()) {
+    cudaStream_t stream;
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    streams.push_back(stream);
+  }
+  RunOptions options = on_gpu();
+  options.tokens_of_rank = std::move(tokens_of_rank);
+  options.stream_of_rank = streams;
+  options.timeout = std::chrono::seconds(2);
+  options.launch_of_rank = [](int rank, const std::function<void()>& pass) {
+    pass();
+    check(cudaStreamSynchronize(static_cast<cudaStream_t>(streams[static_cast<std::size_t>(rank)])));
+  };
+  return options;
 }
 
 // A run's passes as captured graphs, of `passes` passes each. In this mode of capturing a call that allocates, frees or

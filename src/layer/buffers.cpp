@@ -37,6 +37,7 @@ SavedBuffer SavedBuffer::of(const Geometry& g, bool keep) {
   saved.layout_header = places.add(8 * schedule::Layout::header_length(g.ranks, g.local_experts));
   saved.row_route = places.add(4 * g.rows());
   saved.row_weight = places.add(accumulator * g.rows());
+  saved.row_rank = places.add_if(g.sizes.peer_access, g.rows());
   saved.topk_ids = places.add(4 * g.routes());
   saved.topk_weights = places.add(accumulator * g.routes());
   saved.chosen_ids = places.add_if(g.config.router.capacity_factor > 0, 4 * g.routes());

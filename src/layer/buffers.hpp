@@ -43,6 +43,7 @@ struct SavedBuffer {
   };
   std::uint64_t stamp;
   std::uint64_t layout_header, row_route, row_weight;   // int64 [header_length], int32 [rows], T [rows]
+  std::uint64_t row_rank;                               // uint8 [rows]: the rank of each, with peer access
   std::uint64_t topk_ids, topk_weights, chosen_ids;     // int32 [T, k], T [T, k], int32 [T, k]
   std::uint64_t counts;                                 // int64 [E + 1]: routes before capacity, and valid tokens, as the
                                                         // aux loss counts them (of all ranks for the global one)
