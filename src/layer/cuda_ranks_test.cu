@@ -116,6 +116,28 @@ TEST(CudaRanks, ARankWithoutAGradientOfYTakesPart) {
   expect_identical(some, run_gpu(p), "a gradient of zeros", of_each_rank(p));
 }
 
+TEST(CudaRanks, GraphsReplayWithOtherInputs) {
+  Random random(37);
+  for (int n = 0; n < 3; ++n) {
+    const LayerConfig config = tokens_apart(random_config(random, DataType::bfloat16));
+    const RunOptions options = on_ranks(n == 2 ? std::vector<std::int64_t>{70, 0, 90, 60} : std::vector<std::int64_t>{120, 100});
+    auto problem = [&](bool empty_expert, std::int64_t valid) {
+      Problem p = random_problem(config, 220, random());
+      for (std::int64_t t = 0; empty_expert && t < 220; ++t) p.inputs.router_logits[t * config.num_experts] = -INFINITY;
+      for (const std::int64_t t : options.tokens_of_rank) p.inputs.ranks.push_back({t, std::min(t, valid), 1});
+      return p;
+    };
+    const Problem first = problem(false, 1000), second = problem(true, 50), third = problem(false, 0);
+    const Results eager = run_gpu(first, options);
+    CapturedRanks captured(static_cast<int>(options.tokens_of_rank.size()));
+    expect_identical(run_gpu(first, capturing(captured, options)), eager, "captured");
+    for (const Problem* p : {&second, &third, &first}) {
+      const Results replayed = run_gpu(*p, replaying(captured, options));
+      expect_identical(replayed, run_gpu(*p, options), "replayed");
+    }
+  }
+}
+
 // A group of ranks in one thread each, with a plan and what a forward needs.
 struct Ranks {
   LayerConfig config;

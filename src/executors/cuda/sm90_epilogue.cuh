@@ -367,10 +367,9 @@ __device__ __forceinline__ void activation_gradient_of(const PassData& data, con
       for (int i = 0; i < 2; ++i) {
         dot[i] += __shfl_xor_sync(~0u, dot[i], 2);
         if (slab % 2 == 1 && octet == 0 && first_row + 8 * i < work.rows && offset - 32 < columns) {
-          const int row = first_row + 8 * i;
-          float* groups = dprob_of_row<Ranks>(peers, work, tensors.dprob, row) +
-                          std::int64_t(work.row_index[row]) * tensors.dprob_groups;
-          groups[(work.column + offset - 32) / 64] = dot_before[i] + dot[i];
+          float* dprob = dprob_of_row<Ranks>(peers, work, tensors.dprob, first_row + 8 * i);
+          dprob[std::int64_t(work.row_index[first_row + 8 * i]) * tensors.dprob_groups +
+                (work.column + offset - 32) / 64] = dot_before[i] + dot[i];
         }
         dot_before[i] = dot[i];
       }
