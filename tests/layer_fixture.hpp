@@ -238,6 +238,7 @@ struct RunOptions {
   void* stream = nullptr;
   std::vector<void*> stream_of_rank;         // where each rank has its own
   std::chrono::milliseconds timeout{30000};  // of the group
+  std::function<void(int rank)> begin_rank = [](int) {};  // in the rank's thread, before anything else
   std::function<void*(std::uint64_t bytes)> scratch;  // where saved and the workspaces lie, unfilled; none: a Buffer
   std::function<void(const Plan&)> with_plan = [](const Plan&) {};  // once it is made
   // Runs a pass; when it returns the results are there.
@@ -305,6 +306,7 @@ inline Results run(const Problem& p, const RunOptions& options) {
   const auto shared_count = static_cast<std::int64_t>(c.shared_experts.size());
 
   auto run_rank = [&](int rank) {
+    options.begin_rank(rank);
     void* const stream = options.stream_of_rank.empty() ? options.stream : options.stream_of_rank[rank];
     auto launch = [&](const std::function<void()>& pass) {
       if (options.launch_of_rank) return options.launch_of_rank(rank, pass);

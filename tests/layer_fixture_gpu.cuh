@@ -68,20 +68,26 @@ inline Results run_gpu(const Problem& p, const RunOptions& options = on_gpu()) {
   return run(p, options);
 }
 
-// Several ranks on this GPU, each with a stream of its own.
-inline RunOptions on_ranks(std::vector<std::int64_t> tokens_of_rank) {
-  static std::vector<void*> streams;
-  while (streams.size() < tokens_of_rank.size()) {
-    cudaStream_t stream;
-    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    streams.push_back(stream);
-  }
+// Several ranks on this GPU, or each on its own of `gpus`, with a stream for each.
+inline RunOptions on_ranks(std::vector<std::int64_t> tokens_of_rank, int gpus = 1) {
   RunOptions options = on_gpu();
+  options.stream_of_rank.clear();
+  for (std::size_t r = 0; r < tokens_of_rank.size(); ++r) {
+    static std::map<std::pair<std::size_t, int>, cudaStream_t> streams;
+    const int gpu = static_cast<int>(r) % gpus;
+    cudaStream_t& stream = streams[{r, gpu}];
+    check(cudaSetDevice(gpu));
+    if (!stream) check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    options.stream_of_rank.push_back(stream);
+  }
+  check(cudaSetDevice(0));
   options.tokens_of_rank = std::move(tokens_of_rank);
-  options.stream_of_rank = streams;
   options.timeout = std::chrono::seconds(2);
-  options.with_plan = [](const Plan& plan) { Arena::this_rank() = plan.options().group.rank(); };
-  options.launch_of_rank = [](int rank, const std::function<void()>& pass) {
+  options.begin_rank = [gpus](int rank) {
+    Arena::this_rank() = rank;
+    check(cudaSetDevice(rank % gpus));
+  };
+  options.launch_of_rank = [streams = options.stream_of_rank](int rank, const std::function<void()>& pass) {
     pass();
     check(cudaStreamSynchronize(static_cast<cudaStream_t>(streams[static_cast<std::size_t>(rank)])));
   };
@@ -142,8 +148,7 @@ struct CapturedRanks {
 };
 inline RunOptions capturing(CapturedRanks& captured, const RunOptions& base) {
   RunOptions options = base;
-  options.with_plan = [&captured, base](const Plan& plan) {
-    base.with_plan(plan);
+  options.with_plan = [&captured](const Plan& plan) {
     captured.of_rank[plan.options().group.rank()].plans.push_back(plan);
   };
   options.launch_of_rank = [&captured, base](int rank, const std::function<void()>& pass) {

@@ -103,12 +103,32 @@ TEST(CudaRanks, MatchTheReferenceWithLosses) {
   }
 }
 
+TEST(CudaRanks, TwoGpusGiveTheSameBits) {
+  int gpus = 0;
+  check(cudaGetDeviceCount(&gpus));
+  if (gpus < 2) GTEST_SKIP() << "one GPU alone";
+  Random random(43);
+  for (int n = 0; n < 8; ++n) {
+    const auto config = tokens_apart(random_config(random, DataType::bfloat16));
+    const Problem p = random_problem(config, 400, random());
+    const Results one = run_gpu(p);
+    for (const std::vector<std::int64_t>& split : {std::vector<std::int64_t>{150, 250}, {400, 0}, {100, 50, 200, 50}}) {
+      const RunOptions options = on_ranks(split, 2);
+      for (int again = 0; again < 2; ++again) {
+        expect_identical(run_gpu(p, options), one, std::to_string(split.size()) + " ranks", of_each_rank(p));
+      }
+    }
+  }
+}
+
 TEST(CudaRanks, ARankWithoutAGradientOfYTakesPart) {
   LayerConfig config;
   config.hidden_size = 96, config.intermediate_size = 40, config.num_experts = 5, config.top_k = 2;
   config.down_bias = true;
   config.shared_experts = {{48, false}};
   Problem p = random_problem(config, 200, 3);
+  Random random(7);
+  p.upstream.topk_weights = normal(random, 400, 1.0, DataType::float32);  // without anything there is no backward
   RunOptions options = on_ranks({120, 80});
   options.without_dy = {1};
   const Results some = run_gpu(p, options);

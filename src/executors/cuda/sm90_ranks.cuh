@@ -51,14 +51,13 @@ __device__ __forceinline__ float* dprob_of_row(const Peers& peers, const Work& w
   if constexpr (Ranks) return work.group == 0 ? peers.dprob[work.row_rank[row]] : own;
   return own;
 }
-// dY of row `row` of the tile's group, counted over all of the group; of another rank's tokens it is the packed copy that
-// there is.
+// dY of row `row` of the tile's group, counted over all of the group, whose route (of a shared expert: token) is `index`.
+// Another rank's is the packed copy that there is of it.
 template <bool Ranks>
 __device__ __forceinline__ const bfloat16* dy_of_row(const PassData& data, const Work& work, std::int64_t row,
                                                      std::int64_t index) {
-  if (work.group > 0) return data.dy + row * data.dy_stride;
-  if constexpr (Ranks) return data.packed_dy + row * data.pass.sizes.hidden_size;
-  return data.dy + index / data.pass.sizes.top_k * data.dy_stride;
+  if (Ranks && work.group == 0) return data.packed_dy + row * data.pass.sizes.hidden_size;
+  return data.dy + (work.group == 0 ? index / data.pass.sizes.top_k : index) * data.dy_stride;
 }
 
 // Raises the tile's arrival counter at each rank that it has rows of.

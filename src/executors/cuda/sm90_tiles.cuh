@@ -13,7 +13,7 @@ __device__ __noinline__ void describe(const PassData& data, const schedule::Coun
   if constexpr (!Ranks) __builtin_assume(data.pass.sizes.ranks == 1);
   const schedule::Tile tile = schedule::tile_at(data.pass, index);
   const schedule::Sizes& sizes = data.pass.sizes;
-  const bool shared = sizes.is_shared(tile.expert);
+  const bool shared = tile.stage != Stage::combine && sizes.is_shared(tile.expert);  // a rank may hold no routed expert
   const std::int64_t width = sizes.width(tile.expert), pre_width = sizes.gate_up_factor * width,
                      hidden = sizes.hidden_size;
   TileDescription d{};
