@@ -138,8 +138,10 @@ class Packer {
   __device__ __forceinline__ void copy(bool x, bool dy, int first, int last) {
     const PassData& data = shared_.data();
     const int hidden = static_cast<int>(data.pass.sizes.hidden_size);
-    constexpr int elements = Shape::pack_piece / 2;
-    const int pieces = (hidden + elements - 1) / elements, per_row = pieces * ((x ? 1 : 0) + (dy ? 1 : 0));
+    // As large pieces as there may be: the copy engine's time goes by pieces.
+    const int pieces = (2 * hidden + Shape::pack_piece - 1) / Shape::pack_piece,
+              elements = ((hidden + pieces - 1) / pieces + 7) / 8 * 8, at_once = min(32, Shape::pack_bytes / (2 * elements)),
+              per_row = pieces * ((x ? 1 : 0) + (dy ? 1 : 0));
     const int mine = first + lane_ * cluster_blocks;
     const TokenOfRow<Ranks> own(data, mine, last);
     if (mine < last) {  // all of them into the second-level cache at once
@@ -148,13 +150,12 @@ class Packer {
     }
     __syncwarp();
     const int rows = min(32, (last - first + cluster_blocks - 1) / cluster_blocks), all = rows * per_row;
-    static_assert(Shape::pack_pieces == 32);
-    const std::uint32_t place = shared_address(shared_.packing[lane_]);
+    const std::uint32_t place = shared_address(shared_.packing) + lane_ * 2 * elements;
     const std::uint32_t full = shared_address(&shared_.packing_full);
 #pragma unroll 1
-    for (int begin = 0; begin < all; begin += Shape::pack_pieces) {
+    for (int begin = 0; begin < all; begin += at_once) {
       const int piece = begin + lane_, r = piece / per_row, inside = piece - r * per_row;
-      const bool there = piece < all, of_x = x && inside < pieces;
+      const bool there = lane_ < at_once && piece < all, of_x = x && inside < pieces;
       const TokenOfRow<Ranks> from = own.of_lane(r & 31);
       const std::int64_t to = first + r * cluster_blocks;
       const int column = (of_x || !x ? inside : inside - pieces) * elements;

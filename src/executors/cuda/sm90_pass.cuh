@@ -97,7 +97,7 @@ struct BlockShape {
   static constexpr int down_dgrad_columns = 128;  // its epilogue needs more registers than the others
   static constexpr int works = 4;
   static constexpr int staging_bytes = 2048;  // of each computing warp: 16 rows of 128 bytes
-  static constexpr int pack_piece = 1024, pack_pieces = 32;  // rows that are packed go through these, one a lane
+  static constexpr int pack_bytes = 32768, pack_piece = 4096;  // rows that are packed go through these, in pieces
 };
 
 template <int N>
@@ -105,7 +105,7 @@ struct SharedMemory {
   using Shape = BlockShape<N>;
   std::uint8_t stage[Shape::stages][Shape::stage_bytes];
   std::uint8_t staging[8][Shape::staging_bytes];
-  std::uint8_t packing[Shape::pack_pieces][Shape::pack_piece];
+  std::uint8_t packing[Shape::pack_bytes];
   Work work[Shape::works];
   std::uint64_t full[Shape::stages], empty[Shape::stages];
   std::uint64_t work_full[Shape::works], work_empty[Shape::works];
