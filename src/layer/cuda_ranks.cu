@@ -47,9 +47,9 @@ CudaRanks::CudaRanks(const Plan::Impl& plan, const schedule::TileShape& tile)
     : plan_(plan), size_(plan.options.group.size()), rank_(plan.options.group.rank()) {
   const Geometry geometry = plan.geometry(plan.options.max_tokens, tile);
   check_sizes(plan, geometry);
-  const auto map = schedule::CounterMap::of(geometry.sizes);
-  for (const std::int64_t tokens : plan.max_tokens_of_rank) windows_.push_back(Window::of(plan.config, tokens, &map));
-  memory_ = plan.transport().device_memory(layout_number(windows_, map), windows_[rank_].size);
+  counters_ = schedule::CounterMap::of(geometry.sizes);
+  for (const std::int64_t tokens : plan.max_tokens_of_rank) windows_.push_back(Window::of(plan.config, tokens, &counters_));
+  memory_ = plan.transport().device_memory(layout_number(windows_, counters_), windows_[rank_].size);
   int device = 0, multiprocessors = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
   check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "multiprocessor count");
@@ -80,7 +80,7 @@ void CudaRanks::place_tables() {
     table.routes = at<std::int32_t>(r, even.routes);
     table.weights = at<float>(r, even.topk_weights);
     table.to_odd = static_cast<std::int64_t>(windows_[r].table[1].header - even.header);
-    job_.flags[r] = at<unsigned long long>(r, windows_[r].flags);
+    job_.flags[r] = at<unsigned long long>(r, windows_[r].flags) + counters_.table_ready;
   }
   tables_.last_pass = at<unsigned long long>(rank_, windows_[rank_].state);
   tables_.stopped = tables_.last_pass + 1;
@@ -96,6 +96,7 @@ void CudaRanks::place_on_device() {
     peers.slots[r] = at<bfloat16>(r, windows_[r].route_rows);
     peers.dprob[r] = at<float>(r, windows_[r].route_dprob);
     peers.arrivals[r] = at<unsigned long long>(r, windows_[r].arrivals);
+    peers.pulled[r] = at<unsigned long long>(r, windows_[r].flags) + counters_.rows_pulled;
   }
   std::vector<std::int32_t> experts = plan_.expert_rank;
   experts.insert(experts.end(), plan_.local_experts.begin(), plan_.local_experts.end());
@@ -124,6 +125,7 @@ void CudaRanks::complete(PassData& data, void* tables, const SavedBuffer& kept) 
   data.peers = job_.peers;
   data.row_rank = reinterpret_cast<std::uint8_t*>(base + kept.row_rank);
   data.row_weight = reinterpret_cast<float*>(base + kept.row_weight);
+  data.last_pass = tables_.last_pass;
   data.stopped = tables_.stopped;
   data.stop = job_.stop;
   data.error = job_.error;
@@ -158,10 +160,12 @@ void CudaRanks::check_error() const {
                                               (found.saving ? awaited : rank) +
                                               " does not; accepted: a buffer on every rank of the group, or on none");
   }
-  std::string text = "rank " + rank + ", stage " + schedule::to_string(static_cast<schedule::Stage>(found.stage));
+  const auto stage = static_cast<schedule::Stage>(found.stage);
+  const bool begins = stage == schedule::Stage::layout || stage == schedule::Stage::publish;
+  std::string text = "rank " + rank + ", stage " + schedule::to_string(stage);
   if (found.awaited < 0) text += ", expert " + std::to_string(found.expert) + ", row block " + std::to_string(found.row_block);
   text += ": waited " + std::to_string(plan_.transport().timeout().count()) + " ms for " +
-          (found.awaited < 0 ? "rows of other ranks" : "rank " + awaited + ", which has not begun this pass");
+          (found.awaited < 0 ? "rows of other ranks" : "rank " + awaited + (begins ? ", which has not begun this pass" : ""));
   throw Error(found.rank == rank_ ? Status::timed_out : Status::group_failed, text + "; the results are incomplete");
 }
 

@@ -36,7 +36,8 @@ class CudaRanks {
 
   const Plan::Impl& plan_;
   int size_, rank_, share_ = 0;
-  std::vector<Window> windows_;  // [R]
+  schedule::CounterMap counters_{};  // of a call with max_tokens; what ranks share is alike in all calls
+  std::vector<Window> windows_;      // [R]
   std::shared_ptr<const transport::DeviceMemory> memory_;
   routing::RankTables tables_;
   executors::cuda::ExchangeJob job_;     // what is alike in all passes

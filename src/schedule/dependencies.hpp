@@ -6,9 +6,10 @@
 //   arrivals  of each rank, raised by every rank that wrote into it. Cleared by their owner at the end of a pass, which is
 //             safe: others raise them only for rows that they pulled from the owner in the next pass, after it began it;
 //   flags     of each rank, each written by one other rank: the number (epoch) of the pass for which something is there.
-//             They only grow and are never cleared. Ranks with peer_access need those of their tables alone, which they
-//             await before the pass: nobody's rows or slots are touched before it has begun the pass, and nobody ends it
-//             before the others are done with its rows, since combine waits for all of them to come back.
+//             They only grow and are never cleared. Ranks with peer_access await those of the others' tables before the
+//             pass, so that nobody's rows or slots are touched before it has begun the pass. Combine waits for all rows of
+//             the rank's tokens to come back; what is read of them after that (the sm_90a executor's x in backward) the
+//             reader says by rows_pulled, which the last block of a pass awaits, so that nobody ends it too early.
 //
 // Each output is written exactly once: a tile owns the [rows, columns] rectangle of its stage's output that its indices
 // name; rectangles of one stage do not overlap and cover the whole (tile_order.hpp decodes each index to another tile).
@@ -30,7 +31,7 @@ struct CounterMap {
   // arrivals
   std::int64_t rows_arrived, dprob_arrived, arrivals_size;
   // flags
-  std::int64_t table_ready, chunk_ready, flags_size;
+  std::int64_t table_ready, rows_pulled, chunk_ready, flags_size;
 
   static MOELITH_HD CounterMap of(const Sizes& sizes) {
     CounterMap map{};
@@ -45,7 +46,8 @@ struct CounterMap {
     map.dprob_arrived = sizes.hidden_tiles();
     map.arrivals_size = map.dprob_arrived + 1;
     map.table_ready = 0;
-    map.chunk_ready = sizes.ranks;
+    map.rows_pulled = sizes.ranks;
+    map.chunk_ready = map.rows_pulled + (sizes.peer_access ? sizes.ranks : 0);
     map.flags_size = map.chunk_ready + (sizes.has_transfers() ? sizes.ranks * sizes.max_chunks : 0);
     return map;
   }

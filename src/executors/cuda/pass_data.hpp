@@ -76,7 +76,7 @@ struct PassCounters {
   unsigned long long* arrivals = nullptr;  // [CounterMap::arrivals_size]
   unsigned long long* control = nullptr;   // [control_counters], by name:
   static constexpr int next_tile = 0, finished_blocks = 1, next_first_rows = 2, next_description = 3, described = 4,
-                       control_counters = 5;
+                       pulled_parts = 5, control_counters = 6;
 };
 
 // Why a pass gave up, written to host-visible memory, which is all zero where none did.
@@ -95,6 +95,7 @@ struct Peers {
   bfloat16* slots[most];                // [T k, H] of that rank's routes
   float* dprob[most];                   // [T k, dprob_groups]
   unsigned long long* arrivals[most];   // [CounterMap::arrivals_size]
+  unsigned long long* pulled[most];     // [R] flags, CounterMap::rows_pulled
   struct Rows {
     const bfloat16* data;
     std::int64_t stride;
@@ -119,6 +120,7 @@ struct PassData {
   const Peers* peers = nullptr;
   const std::uint8_t* row_rank = nullptr;       // [total_rows] the rank that a routed row came from,
   const float* row_weight = nullptr;            // [total_rows] and its weight
+  const unsigned long long* last_pass = nullptr;  // [1] the number of this pass
   const unsigned long long* stopped = nullptr;  // [1] not 0: the exchange before this pass gave up
   std::int32_t* stop = nullptr;                 // [1] host-visible: not 0 once the group has failed
   TileEvent* trace = nullptr;  // [blocks, 2, trace_room], zeroed by the caller; null: no timeline

@@ -184,15 +184,14 @@ __device__ __forceinline__ void store_rounded(const RoundedSums<N>& sums, int ro
 // slots[row_index[r], column ..] = rounded (sum + bias), at the rank of each row; bias: of the tile's first column, or
 // null
 template <int N, bool Ranks>
-__device__ __forceinline__ void rows_to_slots(const Peers& peers, Sums<N>& sums, const Work& work, const bf16* bias,
-                                              bf16* slots, std::int64_t hidden, const Warp& warp) {
+__device__ __forceinline__ void rows_to_slots(Sums<N>& sums, const Work& work, const bf16* bias, bf16* slots,
+                                              std::int64_t hidden, const Warp& warp) {
   if (bias) {
     stage_bias<N>(warp.staging, work.columns, warp.lane, [&](int column) { return bias + column; });
     add_staged_bias(sums, warp.staging, warp.lane);
   }
-  store_rounded(RoundedSums<N>(sums), work.rows, work.columns, warp, [&](int row) {
-    return slots_of_row<Ranks>(peers, work, slots, row) + work.row_index[row] * hidden + work.column;
-  });
+  store_rounded(RoundedSums<N>(sums), work.rows, work.columns, warp,
+                [&](int row) { return slot_of_row<Ranks>(work, slots, hidden, row) + work.column; });
 }
 
 // --- gate_up ---------------------------------------------------------------------------------------------------------
@@ -280,8 +279,8 @@ __device__ __forceinline__ void activate_rows(const PassData& data, Sums<N>& sum
 // With d = the sum (dA before the route's weight p) and z as saved: A = act(z), dprob = <d, rounded A> over each 64
 // columns, dz = p d act'(z), and p A for the gradient of down_proj.
 template <ActivationKind Kind, int N, bool Ranks>
-__device__ __forceinline__ void activation_gradient_of(const PassData& data, const Peers& peers, const Sums<N>& sums,
-                                                       const Work& work, const Warp& warp) {
+__device__ __forceinline__ void activation_gradient_of(const PassData& data, const Sums<N>& sums, const Work& work,
+                                                       const Warp& warp) {
   constexpr int all_slabs = N / 32;
   constexpr bool gated = Kind != ActivationKind::relu_squared;
   const schedule::Sizes& sizes = data.pass.sizes;
@@ -367,9 +366,7 @@ __device__ __forceinline__ void activation_gradient_of(const PassData& data, con
       for (int i = 0; i < 2; ++i) {
         dot[i] += __shfl_xor_sync(~0u, dot[i], 2);
         if (slab % 2 == 1 && octet == 0 && first_row + 8 * i < work.rows && offset - 32 < columns) {
-          float* dprob = dprob_of_row<Ranks>(peers, work, tensors.dprob, first_row + 8 * i);
-          dprob[std::int64_t(work.row_index[first_row + 8 * i]) * tensors.dprob_groups +
-                (work.column + offset - 32) / 64] = dot_before[i] + dot[i];
+          dprob_of_row<Ranks>(work, tensors, first_row + 8 * i)[(work.column + offset - 32) / 64] = dot_before[i] + dot[i];
         }
         dot_before[i] = dot[i];
       }
@@ -379,10 +376,10 @@ __device__ __forceinline__ void activation_gradient_of(const PassData& data, con
 }
 
 template <int N, bool Ranks>
-__device__ __forceinline__ void activation_gradient(const PassData& data, const Peers& peers, const Sums<N>& sums,
-                                                    const Work& work, const Warp& warp) {
+__device__ __forceinline__ void activation_gradient(const PassData& data, const Sums<N>& sums, const Work& work,
+                                                    const Warp& warp) {
   numerics::with_activation_kind(data.activation.kind, [&]<ActivationKind Kind>() {
-    activation_gradient_of<Kind, N, Ranks>(data, peers, sums, work, warp);
+    activation_gradient_of<Kind, N, Ranks>(data, sums, work, warp);
   });
   const schedule::Sizes& sizes = data.pass.sizes;
   const ExpertGroup& tensors = data.groups[work.group];
@@ -404,9 +401,7 @@ __device__ __forceinline__ void activation_gradient(const PassData& data, const 
         for (int j = 0; j < 8; ++j) dot += u[j] * v[j];
       }
       for (int distance = 16; distance > 0; distance /= 2) dot += __shfl_xor_sync(~0u, dot, distance);
-      if (lane == 0) {
-        dprob_of_row<Ranks>(peers, work, tensors.dprob, row)[index * tensors.dprob_groups + tensors.dprob_groups - 1] = dot;
-      }
+      if (lane == 0) dprob_of_row<Ranks>(work, tensors, row)[tensors.dprob_groups - 1] = dot;
     }
   }
 }

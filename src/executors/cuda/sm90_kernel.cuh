@@ -70,17 +70,17 @@ __device__ __forceinline__ void compute_tiles(SharedMemory<N>& shared, int group
       Sums<N> sums;
       multiplied(sums, along_k, along_k);
       const bf16* bias = tensors.down_bias ? tensors.down_bias.of(work.expert, hidden) + work.column : nullptr;
-      rows_to_slots<N, Ranks>(shared.peers(), sums, work, bias, tensors.slots, hidden, Warp::now(shared));
+      rows_to_slots<N, Ranks>(sums, work, bias, tensors.slots, hidden, Warp::now(shared));
     } else if constexpr (Pass == Direction::backward) {
       if (stage == Stage::down_dgrad) {
         constexpr int columns = Shape::down_dgrad_columns;
         Sums<columns> sums;
         multiplied(sums, along_k, along_mn);
-        activation_gradient<columns, Ranks>(data, shared.peers(), sums, work, Warp::now(shared));
+        activation_gradient<columns, Ranks>(data, sums, work, Warp::now(shared));
       } else if (stage == Stage::gate_up_dgrad) {
         Sums<N> sums;
         multiplied(sums, along_k, along_mn);
-        rows_to_slots<N, Ranks>(shared.peers(), sums, work, nullptr, tensors.slots, hidden, Warp::now(shared));
+        rows_to_slots<N, Ranks>(sums, work, nullptr, tensors.slots, hidden, Warp::now(shared));
       } else if (stage == Stage::gate_up_bias_grad || stage == Stage::down_bias_grad) {
         pass_turn();
         if (stage == Stage::gate_up_bias_grad) {
@@ -114,11 +114,7 @@ __device__ __forceinline__ void compute_tiles(SharedMemory<N>& shared, int group
                       work.row_block,
                       work.column_block};
       }
-      if constexpr (Ranks) {
-        __threadfence_system();
-      } else {
-        __threadfence();
-      }
+      __threadfence();
       if (work.raised >= 0) add_release(data.counters.local + work.raised, 1);
       raise_arrival<Ranks>(data, shared.peers(), work);
     }

@@ -5,9 +5,9 @@
 //     before anything else. Such a tile stands in the order before those that wait for what is copied beside it, and
 //     whoever takes it copies without waiting for anyone. So the order of the schedule still makes progress.
 //   - x in backward, which only the weight gradients read unless gate_up runs again: beside the tiles of gate_up_dgrad,
-//     those of their own row block, so that the tiles of down_dgrad have dY's rows alone to take along. With several ranks
-//     it comes along with dY: what combine waits for then says that nobody reads this rank's x any more.
-// Rows of other ranks' tokens are read where they lie.
+//     those of their own row block, so that the tiles of down_dgrad have dY's rows alone to take along.
+// Rows of other ranks' tokens are read where they lie. What combine waits for says that the others have read this rank's
+// rows of forward, and of dY; of x in backward they say it themselves, the last to copy for all (rows_pulled).
 // The warp that hands on tiles copies, while the others load and compute: first it hands the tile on, then it copies, and
 // of what it has copied it tells when it would next have to wait (Packer::publish), so that nobody waits for it in vain.
 //
@@ -24,8 +24,11 @@ inline constexpr int packed_shift = 32;
 // Whether x is packed beside gate_up_dgrad.
 __device__ inline bool packs_x_later(const PassData& data) {
   const schedule::Sizes& sizes = data.pass.sizes;
-  return sizes.direction == schedule::Direction::backward && !sizes.recompute && sizes.want_dx &&
-         sizes.ranks == 1 && data.packed_x;
+  return sizes.direction == schedule::Direction::backward && !sizes.recompute && sizes.want_dx && data.packed_x;
+}
+// How many parts it comes in: one for each tile and block of the cluster.
+__device__ inline std::int64_t pulled_parts(const PassData& data) {
+  return packs_x_later(data) ? data.pass.routed_blocks() * data.pass.sizes.hidden_tiles() * cluster_blocks : 0;
 }
 // The stage that has rows of later blocks beside it.
 __device__ inline bool packs_ahead(const schedule::Sizes& sizes, Stage stage) {
@@ -114,6 +117,7 @@ class Packer {
     for (int begin = first; begin < last; begin += 32 * cluster_blocks) copy(x, dy, begin, last);
     counter_ = static_cast<int>(later ? map.down_dgrad_done : map.gate_up_done) + block;
     amount_ = later ? 1 : count;
+    later_ = later;
   }
   // Tells of the last tile's rows, once they have arrived in memory: not at once, since that takes a while, but before
   // this warp waits for anything that might wait for them.
@@ -125,6 +129,7 @@ class Packer {
       add_release(shared_.data().counters.local + counter_, static_cast<unsigned long long>(amount_) << packed_shift);
     }
     amount_ = 0;
+    if (Ranks && later_) count_pulled();
   }
   // .. unless the barrier's phase is complete, so that there is nothing to wait for.
   __device__ __forceinline__ void publish_unless(std::uint32_t barrier, std::uint32_t parity) {
@@ -133,6 +138,17 @@ class Packer {
 
  private:
   using Shape = BlockShape<N>;
+
+  // One part of x is there; the last tells the other ranks.
+  __device__ __forceinline__ void count_pulled() {
+    const PassData& data = shared_.data();
+    const std::int64_t parts = pulled_parts(data);
+    unsigned long long before = 0;
+    if (lane_ == 0) before = atomicAdd(data.counters.control + PassCounters::pulled_parts, 1ull);
+    if (__shfl_sync(~0u, before, 0) + 1 == static_cast<unsigned long long>(parts)) {
+      tell_rows_pulled(data, shared_.peers(), lane_);
+    }
+  }
 
   // Rows first, first + cluster_blocks, .. before last, 32 at most.
   __device__ __forceinline__ void copy(bool x, bool dy, int first, int last) {
@@ -177,6 +193,7 @@ class Packer {
   const int lane_;
   std::uint32_t parity_ = 0;
   int counter_ = 0, amount_ = 0;  // not told yet
+  bool later_ = false;            // of x, beside gate_up_dgrad
 };
 
 }  // namespace moelith::executors::cuda::sm90

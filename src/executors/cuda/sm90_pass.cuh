@@ -84,7 +84,9 @@ struct Work : TileDescription {
   bool last;                 // no tile: the block is done
   std::uint32_t first_step;  // the first stage of the ring that the tile uses, counted since the block began
   std::int32_t row_index[rows_per_tile];  // route of each row, or token of a shared expert
-  std::uint8_t row_rank[rows_per_tile];   // several ranks: the rank of the route
+  // Several ranks: where that which becomes of each row goes, at its token's rank: to its slot, or (down_dgrad) to its sums
+  // of dprob.
+  void* row_place[rows_per_tile];
 };
 
 template <int N>

@@ -315,7 +315,10 @@ __device__ __forceinline__ void hand_on_tiles(SharedMemory<N>& shared, int lane)
 #pragma unroll
       for (int i = 0; i < rows_per_tile / 32; ++i) {
         if (lane + 32 * i < rows) work.row_index[lane + 32 * i] = row_index[i];
-        if (Ranks && lane + 32 * i < rows) work.row_rank[lane + 32 * i] = row_rank[i];
+        if (Ranks && lane + 32 * i < rows) {
+          work.row_place[lane + 32 * i] =
+              place_of_row(data, shared.peers(), stage, work.group, row_rank[i], row_index[i]);
+        }
       }
     }
     barrier_arrive(shared_address(&shared.work_full[position.slot]));
@@ -337,6 +340,10 @@ __device__ __forceinline__ void hand_on_tiles(SharedMemory<N>& shared, int lane)
     for (std::int64_t i = lane; i < map.local_size; i += 32) data.counters.local[i] = 0;
     for (std::int64_t i = lane; i < map.arrivals_size; i += 32) data.counters.arrivals[i] = 0;
     if (lane < PassCounters::control_counters) data.counters.control[lane] = 0;
+    if (Ranks && data.pass.sizes.direction == schedule::Direction::backward) {
+      if (pulled_parts(data) == 0) tell_rows_pulled(data, shared.peers(), lane);
+      await_rows_pulled(data, shared.peers(), lane);
+    }
   }
 }
 
