@@ -98,8 +98,8 @@ __device__ __forceinline__ void compute_tiles(SharedMemory<N>& shared, int group
                                  Warp::now(shared));
       }
     }
-    // The copy engine of other SMs reads some of what was just written.
-    fence_async_all();
+    const bool read_here = work.raised >= 0 || work.raised_arrival >= 0;  // by later tiles, and their copy engine
+    if (read_here) fence_async_all();
     named_barrier_sync(barrier_own + group, consumer_threads);
     if (thread_now() % 128 == 0) {
       if (data.trace && event < data.trace_room) {
@@ -114,7 +114,7 @@ __device__ __forceinline__ void compute_tiles(SharedMemory<N>& shared, int group
                       work.row_block,
                       work.column_block};
       }
-      __threadfence();
+      if (read_here) __threadfence();
       if (work.raised >= 0) add_release(data.counters.local + work.raised, 1);
       if (work.raised_arrival >= 0) add_release(data.counters.arrivals + work.raised_arrival, 1);
     }
@@ -208,7 +208,7 @@ void launch(const PassData& data, int blocks, cudaStream_t stream) {
     if (group.experts == 0) continue;
     const std::int64_t hidden = sizes.hidden_size;
     if (g == 0) {
-      encode(maps.slots, group.slots, 0, sizes.tokens * sizes.top_k, hidden, box_rows);
+      encode(maps.slots, group.slots, 0, sizes.tokens * sizes.top_k, hidden, slot_rows<N>);
       encode(maps.x, data.packed_x, 0, rows, hidden, box_rows);
       encode(maps.dy, data.packed_dy, 0, rows, hidden, box_rows);
     } else {
