@@ -160,7 +160,7 @@ class Bench {
     for (int i = 0; i < c.shared; ++i) s.shared_intermediate_size[i] = c.shared_width;
     s.gate_up_factor = c.kind == ActivationKind::relu_squared ? 1 : 2;
     s.tokens = t;
-    s.tile = sm90_tile_shape(c.columns, s.gate_up_factor);
+    s.tile = sm90_tile_shape(c.columns, s.gate_up_factor, s.top_k);
     auto tune = [](const char* name, std::int32_t& value) {
       if (const char* text = std::getenv(name)) value = std::atoi(text);
     };

@@ -169,7 +169,7 @@ class CudaLayer final : public DeviceLayer {
     if (columns != 128 && columns != 192) {
       throw Error(Status::invalid_argument, "tile_columns: got " + std::to_string(columns) + ", accepted on device cuda are 0, 128 and 192");
     }
-    tile_ = executors::cuda::sm90_tile_shape(columns, config_.activation.gated() ? 2 : 1);
+    tile_ = executors::cuda::sm90_tile_shape(columns, config_.activation.gated() ? 2 : 1, config_.top_k);
     for (std::size_t s = 0; s < shared_count_; ++s) gated_ |= std::uint32_t(config_.shared_experts[s].gated) << s;
     if (plan.options.group.size() > 1) {
       cudaFuncAttributes attributes;

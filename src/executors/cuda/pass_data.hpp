@@ -148,7 +148,7 @@ struct PassData {
 
 // Tile shapes of the sm_90a executor for products of `columns` columns a block (128 or 192); a tile is shared by two
 // blocks. The Layout of a call depends on row_block alone.
-schedule::TileShape sm90_tile_shape(int columns, int gate_up_factor);
+schedule::TileShape sm90_tile_shape(int columns, int gate_up_factor, int top_k);
 
 // Tensor maps of gate_up_proj [F I, H], or down_proj [H, I], of experts that lie apart, to be copied to device memory
 // (aligned to 64 bytes) for ExpertGroup: first those for forward, then those for backward. Throw Error(device_error).
@@ -162,7 +162,7 @@ std::size_t sm90_tile_table_bytes(schedule::Sizes sizes);
 
 // Launches the persistent kernel of the pass on `stream` (a cudaStream_t), on at most `blocks` SMs (0: all; at
 // least 2, and an even number).
-// pass.sizes.tile must be sm90_tile_shape(columns, gate_up_factor), of several ranks with 192 columns. Throws
+// pass.sizes.tile must be sm90_tile_shape(columns, gate_up_factor, top_k), of several ranks with 192 columns. Throws
 // Error(device_error).
 void sm90_run_pass(const PassData& data, int blocks, void* stream);
 // Loads the kernels of several ranks: a kernel's first launch might otherwise wait for others that wait for this rank.

@@ -56,7 +56,7 @@ __device__ __forceinline__ void stage_bias(std::uint32_t staging, int columns, i
 #pragma unroll 1
   for (int c = 2 * lane; c < N; c += 64) {
     const std::uint32_t packed = c < columns ? __ldg(reinterpret_cast<const std::uint32_t*>(place(c))) : 0;
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(staging + c * 2), "r"(packed) : "memory");
+    store_shared_4(staging + c * 2, packed);
   }
 }
 
@@ -85,8 +85,7 @@ __device__ __forceinline__ void add_staged_bias(Sums<N>& sums, std::uint32_t sta
   __syncwarp();
 #pragma unroll
   for (int g = 0; g < N / 8; ++g) {
-    std::uint32_t packed;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(packed) : "r"(staging + g * 16 + lane % 4 * 4) : "memory");
+    const std::uint32_t packed = load_shared_4(staging + g * 16 + lane % 4 * 4);
     const float low = low_bfloat16(packed), high = high_bfloat16(packed);
 #pragma unroll
     for (int m = 0; m < 2; ++m) {

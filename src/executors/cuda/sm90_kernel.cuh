@@ -98,8 +98,8 @@ __device__ __forceinline__ void compute_tiles(SharedMemory<N>& shared, int group
                                  Warp::now(shared));
       }
     }
-    // The copy engine of other SMs reads some of what was just written.
-    fence_async_all();
+    const bool read_here = work.raised >= 0 || work.raised_arrival >= 0;  // by later tiles, and their copy engine
+    if (read_here) fence_async_all();
     named_barrier_sync(barrier_own + group, consumer_threads);
     if (thread_now() % 128 == 0) {
       if (data.trace && event < data.trace_room) {
@@ -114,7 +114,7 @@ __device__ __forceinline__ void compute_tiles(SharedMemory<N>& shared, int group
                       work.row_block,
                       work.column_block};
       }
-      __threadfence();
+      if (read_here) __threadfence();
       if (work.raised >= 0) add_release(data.counters.local + work.raised, 1);
       raise_arrival<Ranks>(data, shared.peers(), work);
     }
@@ -210,7 +210,7 @@ void launch(const PassData& data, int blocks, cudaStream_t stream) {
     GroupMaps& maps = p.maps[g];
     const std::int64_t rows = g == 0 ? data.total_rows : sizes.tokens, pre_width = sizes.gate_up_factor * group.width;
     const std::int64_t hidden = sizes.hidden_size;
-    if (g == 0) encode(maps.slots, group.slots, 0, sizes.tokens * sizes.top_k, hidden, box_rows);
+    if (g == 0) encode(maps.slots, group.slots, 0, sizes.tokens * sizes.top_k, hidden, slot_rows<N>);
     if (group.experts == 0) continue;
     if (g == 0) {
       encode(maps.x, data.packed_x, 0, rows, hidden, box_rows);

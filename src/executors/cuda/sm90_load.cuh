@@ -117,16 +117,11 @@ __device__ __forceinline__ void load_b(const Parameters& p, SharedMemory<N>& sha
         std::uint32_t place =
             shared_address(shared.stage[ring.slot]) + (job.stage == Stage::combine ? 0 : Shape::a_bytes);
         if (job.stage == Stage::combine) {
-          const int begin = k * tokens, slots = (job.rows - begin < tokens ? job.rows - begin : tokens) * sizes.top_k;
-          const int boxes = (slots + box_rows - 1) / box_rows;
-          barrier_arrive_expect(full, job.blocks * boxes * 4096);
+          barrier_arrive_expect(full, job.blocks * slot_rows<N> * 128);
 #pragma unroll 1
-          for (int b = 0; b < job.blocks; ++b) {
-#pragma unroll 1
-            for (int i = 0; i < boxes; ++i) {
-              tma_load(place + (b * slot_boxes<N> + i) * 4096, map, full, job.column + 64 * b,
-                       (job.row_begin + begin) * sizes.top_k + i * box_rows);
-            }
+          for (int i = 0; i < job.blocks; ++i) {
+            tma_load(place + i * (slot_rows<N> * 128), map, full, job.column + 64 * i,
+                     (job.row_begin + k * tokens) * sizes.top_k);
           }
         } else {
           barrier_arrive_expect(full, job.blocks * 8192);

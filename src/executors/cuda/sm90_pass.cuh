@@ -39,7 +39,7 @@ struct GroupMaps {
   CUtensorMap d_pre_activation;  // [rows, F I]: 32 rows, backward
   CUtensorMap gate_up_again;     // gate_up_proj as forward has it, backward when recomputing
   CUtensorMap pre_activation;    // [rows, F I]: 32 rows, backward
-  CUtensorMap slots;             // [T k, H], of the routed experts: 32 rows
+  CUtensorMap slots;             // [T k, H], of the routed experts: slot_rows<N> rows
   // In the place of the weights' maps, one for each expert, in device memory; null where the experts are stacked.
   const CUtensorMap *gate_up_apart, *down_apart, *gate_up_again_apart;
 };
@@ -156,21 +156,21 @@ struct RingPosition {
 
 // --- combine ---------------------------------------------------------------------------------------------------------
 
-// Slots of a tile's tokens come through the ring too: 64 columns by 32 slots a box, boxes of the same columns one after
-// the other in a stage, which has the slots of whole tokens.
+// Slots of a tile's tokens come through the ring too: a box is 64 columns of the slots of as many whole tokens as a stage
+// has room for.
 template <int N>
-inline constexpr int slot_boxes = BlockShape<N>::stage_bytes / 4096 / (N / 64);  // of the same columns
+inline constexpr int slot_rows = BlockShape<N>::stage_bytes / (N / 64) / 1024 * 8;
 template <int N>
-__device__ inline int combine_tokens(int top_k) {
-  return slot_boxes<N> * box_rows / top_k;
+MOELITH_HD constexpr int combine_tokens(int top_k) {
+  return slot_rows<N> / top_k;
 }
-// Stages of a tile; 0: its slots are read without the ring, since a computing warpgroup must have seen all stages of
-// its tile before the other may go on.
+// Tokens of a combine tile. All its slots are in the ring at a time, since a computing warpgroup must have seen all
+// stages of its tile before the other may go on; so a tile takes up half of it.
+inline constexpr int combine_rows = 64;
 template <int N>
-__device__ inline int combine_steps(const schedule::Sizes& sizes, int rows) {
-  const int tokens = combine_tokens<N>(sizes.top_k);
-  if (tokens == 0 || sizes.tile.token_block > tokens * BlockShape<N>::stages) return 0;
-  return (rows + tokens - 1) / tokens;
+constexpr int combine_tile_tokens(int top_k) {
+  const int room = combine_tokens<N>(top_k) * (BlockShape<N>::stages / 2);
+  return room < combine_rows ? room : combine_rows;
 }
 
 }  // namespace moelith::executors::cuda::sm90

@@ -32,6 +32,49 @@ __device__ __forceinline__ void combine_dprob(const PassData& data, const Work& 
   }
 }
 
+// What combine has to know of a block's tokens, in the warpgroup's shared memory.
+struct CombineSlots {
+  std::uint32_t masks, weights;  // of token n: which slots are there, as bits; of slot j of it: its weight
+  int top_k;
+
+  __device__ CombineSlots(std::uint32_t staging, int k) : masks(staging), weights(staging + 4 * combine_rows), top_k(k) {}
+  __device__ __forceinline__ void fill(const PassData& data, const Work& work, std::int64_t valid, int thread) const {
+    const bool weighted = data.pass.sizes.direction == schedule::Direction::forward && data.weight_after_down;
+    const std::int64_t first = work.row_begin * std::int64_t(top_k);
+    for (int n = thread; n < work.rows; n += consumer_threads) {
+      std::uint32_t mask = 0;
+#pragma unroll 8
+      for (int j = 0; j < top_k; ++j) {
+        if (__ldg(data.topk_ids + first + n * top_k + j) >= 0) mask |= 1u << j;
+      }
+      store_shared_4(masks + n * 4, work.row_begin + n < valid ? mask : 0);
+    }
+    for (int n = thread; n < work.rows * top_k; n += consumer_threads) {
+      store_shared_4(weights + n * 4, __float_as_uint(weighted ? __ldg(data.topk_weights + first + n) : 1.0f));
+    }
+  }
+  __device__ std::uint32_t mask(int token) const { return load_shared_4(masks + token * 4); }
+  __device__ bool all(std::uint32_t mask) const { return mask == ~0u >> (32 - top_k); }
+  __device__ float weight(int token, int slot) const {
+    return __uint_as_float(load_shared_4(weights + (token * top_k + slot) * 4));
+  }
+};
+
+// Adds shared experts to a token's sum of 8 columns, and stores it.
+__device__ __forceinline__ void finish_token(const PassData& data, std::int64_t token, bool valid, std::int64_t column,
+                                             float (&sum)[8]) {
+  const schedule::Sizes& sizes = data.pass.sizes;
+  const bool gated = sizes.direction == schedule::Direction::forward && data.shared_gates;
+  for (int s = 0; valid && s < sizes.shared_experts; ++s) {
+    const float gate = gated ? data.shared_gates[token * sizes.shared_experts + s] : 1.0f;
+    float f[8];
+    unpack(load_16_shared_by_sms(data.groups[1 + s].slots + token * sizes.hidden_size + column), f);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum[i] = fmaf(gate, f[i], sum[i]);
+  }
+  store_16(data.out + token * data.out_stride + column, pack(sum));
+}
+
 // out[t, columns] = rounded sum over the token's routes in slot order, then its shared experts, of weight * slot row,
 // one fused multiply-add each; backward: the plain sum, and (with the first columns) dprob from its groups. `my_turn`
 // waits for the warpgroup's turn in the ring, `your_turn` passes it on.
@@ -41,19 +84,11 @@ __device__ __forceinline__ void combine(SharedMemory<N>& shared, const Work& wor
   using Shape = BlockShape<N>;
   const PassData& data = shared.data();
   const schedule::Sizes& sizes = data.pass.sizes;
-  const bool forward = sizes.direction == schedule::Direction::forward;
   const int thread = thread_now() % consumer_threads, k = sizes.top_k, pieces = work.columns / 8;
-  const bool through_ring = work.k_steps > 0;
-  // Weights of all slots, and whether they are there (pairs of floats), in the warpgroup's memory.
-  const std::uint32_t weights = shared_address(shared.staging[4 * group]);
-  if (through_ring) {
-    const std::int64_t valid = *data.pass.layout.valid_tokens;
-    for (int n = thread; n < work.rows * k; n += consumer_threads) {
-      const std::int64_t route = work.row_begin * k + n;
-      const bool there = work.row_begin + n / k < valid && __ldg(data.topk_ids + route) >= 0;
-      store_shared_8(weights + n * 8, forward && data.weight_after_down ? __ldg(data.topk_weights + route) : 1.0f,
-                     there ? 1.0f : 0.0f);
-    }
+  const std::int64_t valid = *data.pass.layout.valid_tokens;
+  const CombineSlots slots(shared_address(shared.staging[4 * group]), k);
+  if (work.k_steps > 0) {
+    slots.fill(data, work, valid, thread);
     named_barrier_sync(barrier_own + group, consumer_threads);
   }
   my_turn();
@@ -62,66 +97,42 @@ __device__ __forceinline__ void combine(SharedMemory<N>& shared, const Work& wor
     barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);  // all, before the other may go on in the ring
   }
   your_turn();
-  if (!forward && work.column_block == 0 && cluster_rank() == 0) combine_dprob(data, work, thread);
-  if (!data.out) return;
-  // Adds shared experts to a token's sum, 8 columns, and stores it.
-  auto finish = [&](std::int64_t token, std::int64_t column, float(&sum)[8]) {
-    if (token < *data.pass.layout.valid_tokens) {
-      for (int s = 0; s < sizes.shared_experts; ++s) {
-        const float gate = forward && data.shared_gates ? data.shared_gates[token * sizes.shared_experts + s] : 1.0f;
-        float f[8];
-        unpack(load_16_shared_by_sms(data.groups[1 + s].slots + token * sizes.hidden_size + column), f);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) sum[i] = fmaf(gate, f[i], sum[i]);
-      }
-    }
-    store_16(data.out + token * data.out_stride + column, pack(sum));
-  };
-  if (through_ring) {
-    const int tokens = combine_tokens<N>(k);
-    ring = RingPosition<Shape::stages>(work.first_step);
-#pragma unroll 1
-    for (int step = 0; step < work.k_steps; ++step, ring.next()) {
-      const int first = step * tokens, here = work.rows - first < tokens ? work.rows - first : tokens;
-      const std::uint32_t stage = shared_address(shared.stage[ring.slot]);
-#pragma unroll 1
-      for (int n = thread; n < here * pieces; n += consumer_threads) {
-        const int token = n / pieces, piece = n % pieces;
-        const std::uint32_t place = stage + piece / 8 * (slot_boxes<N> * 4096);
-        float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-#pragma unroll 4
-        for (int j = 0; j < k; ++j) {
-          const int row = token * k + j;
-          float weight, there, f[8];
-          asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-                       : "=f"(weight), "=f"(there)
-                       : "r"(weights + (first * k + row) * 8));
-          unpack(load_shared_16(place + row * 128 + ((piece % 8 ^ (row & 7)) << 4)), f);
-#pragma unroll
-          for (int i = 0; i < 8; ++i) sum[i] = there != 0.0f ? fmaf(weight, f[i], sum[i]) : sum[i];
-        }
-        finish(work.row_begin + first + token, work.column + piece * 8, sum);
-      }
-      __syncwarp();
-      release_stage(shared_address(&shared.empty[ring.slot]));
-    }
-    return;
+  if (sizes.direction == schedule::Direction::backward && work.column_block == 0 && cluster_rank() == 0) {
+    combine_dprob(data, work, thread);
   }
+  const int tokens = combine_tokens<N>(k);
+  ring = RingPosition<Shape::stages>(work.first_step);
 #pragma unroll 1
-  for (int n = thread; n < work.rows * pieces; n += consumer_threads) {
-    const std::int64_t token = work.row_begin + n / pieces, column = work.column + n % pieces * 8;
-    float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+  for (int step = 0; step < work.k_steps; ++step, ring.next()) {
+    const int first = step * tokens, here = work.rows - first < tokens ? work.rows - first : tokens;
+    const std::uint32_t stage = shared_address(shared.stage[ring.slot]);
 #pragma unroll 1
-    for (int j = 0; j < k; ++j) {
-      const std::int64_t route = token * k + j;
-      if (token >= *data.pass.layout.valid_tokens || __ldg(data.topk_ids + route) < 0) continue;
-      const float weight = forward && data.weight_after_down ? __ldg(data.topk_weights + route) : 1.0f;
-      float f[8];
-      unpack(load_16_shared_by_sms(data.groups[0].slots + route * sizes.hidden_size + column), f);
+    for (int n = thread; n < here * pieces; n += consumer_threads) {
+      const int token = n / pieces, piece = n % pieces;
+      const std::uint32_t place = stage + piece / 8 * (slot_rows<N> * 128), mask = slots.mask(first + token);
+      float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+      auto add = [&](int j) {
+        const int row = token * k + j;
+        const float weight = slots.weight(first + token, j);
+        float f[8];
+        unpack(load_shared_16(place + row * 128 + ((piece % 8 ^ (row & 7)) << 4)), f);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) sum[i] = fmaf(weight, f[i], sum[i]);
+        for (int i = 0; i < 8; ++i) sum[i] = fmaf(weight, f[i], sum[i]);
+      };
+      if (slots.all(mask)) {
+#pragma unroll 8
+        for (int j = 0; j < k; ++j) add(j);
+      } else {
+#pragma unroll 1
+        for (int j = 0; j < k; ++j) {
+          if (mask >> j & 1) add(j);
+        }
+      }
+      const std::int64_t t = work.row_begin + first + token;
+      finish_token(data, t, t < valid, work.column + piece * 8, sum);
     }
-    finish(token, column, sum);
+    __syncwarp();
+    release_stage(shared_address(&shared.empty[ring.slot]));
   }
 }
 

@@ -45,7 +45,7 @@ std::vector<std::byte> maps_of_experts(std::int32_t experts, Encode&& encode) {
 
 }  // namespace sm90
 
-schedule::TileShape sm90_tile_shape(int columns, int gate_up_factor) {
+schedule::TileShape sm90_tile_shape(int columns, int gate_up_factor, int top_k) {
   // Of both blocks together.
   schedule::TileShape shape;
   shape.row_block = 128;
@@ -54,7 +54,7 @@ schedule::TileShape sm90_tile_shape(int columns, int gate_up_factor) {
   shape.down_dgrad = 256;
   shape.wgrad_rows = 128;
   shape.wgrad_columns = 2 * columns;
-  shape.token_block = 32;
+  shape.token_block = columns == 128 ? sm90::combine_tile_tokens<128>(top_k) : sm90::combine_tile_tokens<192>(top_k);
   shape.group_blocks = 192;
   shape.raster_blocks = 8;
   return shape;

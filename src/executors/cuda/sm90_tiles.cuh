@@ -76,7 +76,10 @@ __device__ __noinline__ void describe(const PassData& data, const schedule::Coun
       d.row_begin = static_cast<std::int32_t>(tile.row_block) * sizes.tile.token_block;
       d.rows = static_cast<std::int32_t>(schedule::min_of(sizes.tile.token_block, sizes.tokens - d.row_begin));
       share(sizes.tile.columns, hidden, 64);
-      if (data.out && data.groups[0].slots) d.k_steps = combine_steps<N>(sizes, d.rows);
+      if (data.out) {
+        const int tokens = combine_tokens<N>(sizes.top_k);
+        d.k_steps = (d.rows + tokens - 1) / tokens;
+      }
   }
 
   // Each block of the cluster signals for its half of a tile.
