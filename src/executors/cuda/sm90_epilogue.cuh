@@ -365,7 +365,7 @@ __device__ __forceinline__ void activation_gradient_of(const PassData& data, con
       for (int i = 0; i < 2; ++i) {
         dot[i] += __shfl_xor_sync(~0u, dot[i], 2);
         if (slab % 2 == 1 && octet == 0 && first_row + 8 * i < work.rows && offset - 32 < columns) {
-          dprob_of_row<Ranks>(work, tensors, first_row + 8 * i)[(work.column + offset - 32) / 64] = dot_before[i] + dot[i];
+          dprob_of_row<Ranks>(work, tensors, first_row + 8 * i, (work.column + offset - 32) / 64) = dot_before[i] + dot[i];
         }
         dot_before[i] = dot[i];
       }
@@ -400,7 +400,7 @@ __device__ __forceinline__ void activation_gradient(const PassData& data, const 
         for (int j = 0; j < 8; ++j) dot += u[j] * v[j];
       }
       for (int distance = 16; distance > 0; distance /= 2) dot += __shfl_xor_sync(~0u, dot, distance);
-      if (lane == 0) dprob_of_row<Ranks>(work, tensors, row)[tensors.dprob_groups - 1] = dot;
+      if (lane == 0) dprob_of_row<Ranks>(work, tensors, row, tensors.dprob_groups - 1) = dot;
     }
   }
 }

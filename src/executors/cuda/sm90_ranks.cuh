@@ -49,16 +49,16 @@ __device__ __forceinline__ void* place_of_row(const PassData& data, const Peers&
   }
   return (group == 0 ? peers.slots[rank] : tensors.slots) + index * data.pass.sizes.hidden_size;
 }
-// The slot that row `row` of a tile is for, and its sums of dprob. slots, dprob: of this rank, by work.row_index.
+// The slot that row `row` of a tile is for, and sum `group` of its dprob. slots, dprob: of this rank, by work.row_index.
 template <bool Ranks>
 __device__ __forceinline__ bfloat16* slot_of_row(const Work& work, bfloat16* slots, std::int64_t hidden, int row) {
   if constexpr (Ranks) return static_cast<bfloat16*>(work.row_place[row]);
   return slots + work.row_index[row] * hidden;
 }
 template <bool Ranks>
-__device__ __forceinline__ float* dprob_of_row(const Work& work, const ExpertGroup& tensors, int row) {
-  if constexpr (Ranks) return static_cast<float*>(work.row_place[row]);
-  return tensors.dprob + std::int64_t(work.row_index[row]) * tensors.dprob_groups;
+__device__ __forceinline__ float& dprob_of_row(const Work& work, const ExpertGroup& tensors, int row, int group) {
+  if constexpr (Ranks) return static_cast<float*>(work.row_place[row])[group];
+  return tensors.dprob[std::int64_t(work.row_index[row]) * tensors.dprob_groups + group];
 }
 // dY of row `row` of the tile's group, counted over all of the group, whose route (of a shared expert: token) is `index`.
 // Another rank's is the packed copy that there is of it.
