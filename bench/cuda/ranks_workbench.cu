@@ -1,13 +1,15 @@
 // Several ranks side by side on one GPU, each with its share of the SMs, beside one rank with all SMs, all experts and all
 // tokens: the same work, so that the difference is what the protocol costs. Both in turns, since clocks follow the heat.
-// First the bits are compared.
+// First the bits are compared. With an argument the ranks are on so many GPUs, in turns; the fraction is then of what one
+// GPU would do in as many times the time.
 //
-// Build: as layer_workbench.cu.
+// Build: as layer_workbench.cu. ranks_workbench [GPUS]
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -38,7 +40,9 @@ TensorView rows_of(const TensorView& all, std::int64_t begin, std::int64_t count
 // A rank's plan, or that of the one that has everything, with its tensors.
 struct Rank {
   std::unique_ptr<Plan> plan;
+  int gpu = 0;
   cudaStream_t stream;
+  cudaEvent_t done;
   Inputs in;
   Outputs out;
   OutputGradients up;
@@ -55,13 +59,23 @@ struct Rank {
     grad.weights.gate_up_proj.tensor = tensor(c.dtype, {local, 2 * c.intermediate_size, c.hidden_size});
     grad.weights.down_proj.tensor = tensor(c.dtype, {local, c.hidden_size, c.intermediate_size});
   }
-  void forward() const { plan->forward(in, out, saved, workspace, stream); }
-  void backward() const { plan->backward(in, saved, up, grad, workspace, stream); }
+  void make_stream() {
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
+    check(cudaEventCreateWithFlags(&done, cudaEventDisableTiming), "event");
+  }
+  void run(bool backward) const {
+    check(cudaSetDevice(gpu), "cudaSetDevice");
+    if (backward) {
+      plan->backward(in, saved, up, grad, workspace, stream);
+    } else {
+      plan->forward(in, out, saved, workspace, stream);
+    }
+  }
 };
 
 class Bench {
  public:
-  Bench(const Shape& shape, int ranks) : tokens_(shape.tokens * ranks), ranks_(ranks) {
+  Bench(const Shape& shape, int ranks, int gpus) : tokens_(shape.tokens * ranks), ranks_(ranks), gpus_(gpus) {
     config_.hidden_size = shape.hidden, config_.intermediate_size = shape.width;
     config_.num_experts = shape.experts, config_.top_k = shape.top_k;
     const std::int64_t h = shape.hidden, i = shape.width, e = shape.experts;
@@ -74,7 +88,7 @@ class Bench {
     PlanOptions options;
     options.device = DeviceKind::cuda, options.max_tokens = tokens_;
     all_.plan = std::make_unique<Plan>(Plan::create(config_, options));
-    check(cudaStreamCreateWithFlags(&all_.stream, cudaStreamNonBlocking), "stream");
+    all_.make_stream();
     all_.place(config_, tokens_);
     make_ranks(shape.tokens);
     check(cudaEventCreate(&begin_), "event"), check(cudaEventCreate(&end_), "event");
@@ -118,6 +132,7 @@ class Bench {
       threads.emplace_back([&, r] {
         PlanOptions options;
         options.device = DeviceKind::cuda, options.max_tokens = tokens, options.group = groups[r];
+        check(cudaSetDevice(each_[r].gpu = r % gpus_), "cudaSetDevice");
         each_[r].plan = std::make_unique<Plan>(Plan::create(config_, options));
       });
     }
@@ -125,16 +140,31 @@ class Bench {
     std::int64_t expert = 0;
     for (int r = 0; r < ranks_; ++r) {
       Rank& rank = each_[r];
-      check(cudaStreamCreateWithFlags(&rank.stream, cudaStreamNonBlocking), "stream");
+      check(cudaSetDevice(rank.gpu), "cudaSetDevice");
+      rank.make_stream();
       const std::int64_t local = rank.plan->num_local_experts();
-      rank.in.x = rows_of(all_.in.x, r * tokens, tokens);
-      rank.in.router_logits = rows_of(all_.in.router_logits, r * tokens, tokens);
-      rank.in.weights.gate_up_proj = rows_of(all_.in.weights.gate_up_proj, expert, local);
-      rank.in.weights.down_proj = rows_of(all_.in.weights.down_proj, expert, local);
-      rank.up.y = rows_of(all_.up.y, r * tokens, tokens);
+      rank.in.x = on_gpu(rank.gpu, rows_of(all_.in.x, r * tokens, tokens));
+      rank.in.router_logits = on_gpu(rank.gpu, rows_of(all_.in.router_logits, r * tokens, tokens));
+      rank.in.weights.gate_up_proj = on_gpu(rank.gpu, rows_of(all_.in.weights.gate_up_proj, expert, local));
+      rank.in.weights.down_proj = on_gpu(rank.gpu, rows_of(all_.in.weights.down_proj, expert, local));
+      rank.up.y = on_gpu(rank.gpu, rows_of(all_.up.y, r * tokens, tokens));
       rank.place(config_, tokens);
       expert += local;
     }
+    for (const Rank& rank : each_) {
+      check(cudaSetDevice(rank.gpu), "cudaSetDevice");
+      check(cudaDeviceSynchronize(), "tensors");
+    }
+    check(cudaSetDevice(0), "cudaSetDevice");
+  }
+  // The tensor itself on the first GPU, on others a copy.
+  static TensorView on_gpu(int gpu, TensorView view) {
+    if (gpu == 0) return view;
+    const std::uint64_t bytes = view.numel() * size_of(view.dtype);
+    void* copy = allocate(bytes);
+    check(cudaMemcpy(copy, view.data, bytes, cudaMemcpyDefault), "copy to another GPU");
+    view.data = copy;
+    return view;
   }
   // All ranks begin together; the last to end counts.
   double time(const std::vector<Rank*>& ranks, bool backward, int repeats) {
@@ -142,13 +172,14 @@ class Bench {
     check(cudaEventRecord(begin_, first), "event");
     for (const Rank* rank : ranks) check(cudaStreamWaitEvent(rank->stream, begin_, 0), "begin");
     for (int i = 0; i < repeats; ++i) {
-      for (const Rank* rank : ranks) backward ? rank->backward() : rank->forward();
+      for (const Rank* rank : ranks) rank->run(backward);
     }
     for (const Rank* rank : ranks) {
-      if (rank == ranks[0]) continue;
-      check(cudaEventRecord(end_, rank->stream), "event");
-      check(cudaStreamWaitEvent(first, end_, 0), "end");
+      check(cudaSetDevice(rank->gpu), "cudaSetDevice");
+      check(cudaEventRecord(rank->done, rank->stream), "event");
+      check(cudaStreamWaitEvent(first, rank->done, 0), "end");
     }
+    check(cudaSetDevice(0), "cudaSetDevice");
     check(cudaEventRecord(end_, first), "event");
     check(cudaEventSynchronize(end_), "timing");
     float ms = 0;
@@ -163,7 +194,7 @@ class Bench {
 
   LayerConfig config_;
   std::int64_t tokens_;
-  int ranks_;
+  int ranks_, gpus_;
   Rank all_;
   std::vector<Rank> each_;
   cudaEvent_t begin_, end_;
@@ -174,9 +205,9 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-void measure(const Shape& shape, int ranks) {
+void measure(const Shape& shape, int ranks, int gpus) {
   {
-    Bench bench(shape, ranks);
+    Bench bench(shape, ranks, gpus);
     const bool same = bench.same_bits();
     std::vector<double> one[2], several[2];
     for (int round = 0; round < 7; ++round) {
@@ -186,10 +217,10 @@ void measure(const Shape& shape, int ranks) {
       }
     }
     const double f1 = median(one[0]), b1 = median(one[1]), f2 = median(several[0]), b2 = median(several[1]);
-    std::printf("%-16s %d ranks, T %lld: forward %7.3f ms, of one rank %7.3f (%.3f); backward %7.3f, of one %7.3f (%.3f); "
-                "both %.3f; bits %s\n",
-                shape.name, ranks, static_cast<long long>(shape.tokens), f2, f1, f1 / f2, b2, b1, b1 / b2,
-                (f1 + b1) / (f2 + b2), same ? "alike" : "DIFFERENT");
+    std::printf("%-16s %d ranks on %d GPUs, T %lld: forward %7.3f ms, of one rank %7.3f (%.3f); backward %7.3f, of one "
+                "%7.3f (%.3f); both %.3f; bits %s\n",
+                shape.name, ranks, gpus, static_cast<long long>(shape.tokens), f2, f1, f1 / f2 / gpus, b2, b1,
+                b1 / b2 / gpus, (f1 + b1) / (f2 + b2) / gpus, same ? "alike" : "DIFFERENT");
     std::fflush(stdout);
   }
   free_all();
@@ -197,12 +228,13 @@ void measure(const Shape& shape, int ranks) {
 
 }  // namespace
 
-int main() {
+int main(int count, char** arguments) {
+  const int gpus = count > 1 ? std::atoi(arguments[1]) : 1;
   try {
     const Shape shapes[] = {{"Qwen3-30B", 2048, 768, 128, 8, 16384},
                             {"GPT-OSS-120B", 2880, 2880, 128, 4, 16384},
                             {"DeepSeek-V3/4", 7168, 2048, 64, 8, 8192}};
-    for (const Shape& shape : shapes) measure(shape, 2);
+    for (const Shape& shape : shapes) measure(shape, 2, gpus);
   } catch (const Error& error) {
     std::printf("FAILED: %s\n", error.what());
     return 1;
