@@ -5,6 +5,7 @@
 #include <nanobind/nanobind.h>
 
 #include <string>
+#include <vector>
 
 #include "moelith/tensor.hpp"
 
@@ -17,5 +18,17 @@ void bind_layer(nanobind::module_& module);   // Group, PlanOptions, Plan and th
 // The view of a torch.Tensor, which the caller keeps alive; a scalar is seen as of shape [1]. `name` is for the error of a
 // dtype that the library has not.
 TensorView view_of(nanobind::handle tensor, const std::string& name);
+
+enum class Layout { contiguous, rows };  // rows: or two-dimensional with contiguous rows that do not overlap
+
+// Views of tensors as the library takes them: copies where they are laid out otherwise or negated lazily (PyTorch
+// resolves that in arguments of operators, but not in all lists of them).
+class Copies {
+ public:
+  TensorView view_of(nanobind::handle tensor, const std::string& name, Layout layout);
+
+ private:
+  std::vector<nanobind::object> kept_;
+};
 
 }  // namespace moelith::binding
