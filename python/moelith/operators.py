@@ -39,6 +39,21 @@ def accumulator_dtype(dtype):
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+# By torch.library's lower level, since torch.library.custom_op puts a dozen microseconds on each call, for which a small
+# layer's kernel on a GPU would wait. What writes into its arguments is a custom_op, which tells autograd of that.
+_library = torch.library.Library("moelith", "FRAGMENT")
+
+
+def _define(name, function, fake):
+    """Makes an operator of the function. Dynamo is kept out of it, as custom_op does: where it leaves a frame to Python,
+    it would compile what that calls."""
+    schema = torch.library.infer_schema(function, mutates_args=())
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, torch.compiler.disable(function), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"moelith::{name}", fake, lib=_library)
+    return getattr(torch.ops.moelith, name).default
+
+
 def _stream(x):
     return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
 
@@ -135,11 +150,7 @@ def _fake_forward(
     return (*_empty_outputs(x, config), x.new_empty((size,), dtype=torch.uint8))
 
 
-# By torch.library's lower level and not, as the operators below, by custom_op: that puts a dozen microseconds on each
-# call, for which a small layer's kernel on a GPU would wait.
-_library = torch.library.Library("moelith", "FRAGMENT")
-_library.define("moe" + torch.library.infer_schema(_run_forward, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,))
-moe = torch.ops.moelith.moe.default
+moe = _define("moe", _run_forward, _fake_forward)
 
 
 def _differentiable_forward(keyset, *arguments):
@@ -152,18 +163,23 @@ def _differentiable_forward(keyset, *arguments):
 
 def _below_autograd(keyset, *arguments):
     """moe's results without its autograd formula."""
-    if _nothing_between(keyset.raw_repr()):
+    if _nothing_between(keyset):
         return _run_forward(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return moe.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
 
-@functools.lru_cache(maxsize=None)
-def _nothing_between(keyset: int) -> bool:
+_straight = {}
+
+
+def _nothing_between(keyset) -> bool:
     """Whether all that PyTorch has to do below autograd is to call the operator on the device (no mode that watches,
     no fake tensors, no lazily negated ones)."""
-    below = torch._C.DispatchKeySet.from_raw_repr(keyset) & torch._C._after_autograd_keyset
-    return below.highestPriorityTypeId() in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+    bits = keyset.raw_repr()
+    if bits not in _straight:
+        first = (keyset & torch._C._after_autograd_keyset).highestPriorityTypeId()
+        _straight[bits] = first in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+    return _straight[bits]
 
 
 class _Layer(torch.autograd.Function):
@@ -195,7 +211,7 @@ def _keep(ctx, tensors, weights, main_gradients, mask, config, options, group, n
     ctx.main_gradient_mask = mask
     ctx.settings = (config, options, group, num_sequences)
     # The tensors themselves: under a hook on saved tensors (a checkpoint), backward gets others.
-    ctx.marked = {i: weight for i, weight in enumerate(weights) if parameter_to_mark(weight) is not None}
+    ctx.marked = {i: w for i, w in enumerate(weights) if mask >> i & 1 and parameter_to_mark(w) is not None}
 
 
 def _gradients(ctx, grad_y, _ids, grad_topk_weights, _counts, grad_aux_loss, grad_z_loss, _saved):
@@ -287,10 +303,7 @@ def parameter_to_mark(weight):
     return parameter if hasattr(parameter, "grad_added_to_main_grad") else None
 
 
-# Dynamo is kept out of them, as custom_op does: where it leaves a frame to Python, it would compile what that calls.
-_library.impl("moe", torch.compiler.disable(_run_forward), "CompositeExplicitAutograd")
 _library.impl("moe", torch.compiler.disable(_differentiable_forward), "Autograd", with_keyset=True)
-torch.library.register_fake("moelith::moe", _fake_forward, lib=_library)
 
 
 def _gradient_buffers(tensors, weights, wanted):
@@ -345,8 +358,7 @@ def _run_backward(
         )
 
 
-@torch.library.custom_op("moelith::moe_backward", mutates_args=())
-def moe_backward(
+def _backward(
     tensors: List[Optional[Tensor]],
     weights: List[Tensor],
     saved: Tensor,
@@ -368,9 +380,11 @@ def moe_backward(
     return gradients
 
 
-@moe_backward.register_fake
-def _(tensors, weights, saved, upstream, wanted, config, options, group, num_sequences):
+def _fake_backward(tensors, weights, saved, upstream, wanted, config, options, group, num_sequences):
     return _gradient_buffers(tensors, weights, wanted)
+
+
+moe_backward = _define("moe_backward", _backward, _fake_backward)
 
 
 # Writes into its arguments only: torch.compile takes no operator that both changes a list and returns one.
