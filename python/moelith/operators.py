@@ -169,7 +169,7 @@ def _below_autograd(keyset, *arguments):
         return moe.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
 
-_straight = {}
+_straight = {}  # by the bits of a keyset: a few sets come again and again
 
 
 def _nothing_between(keyset) -> bool:

@@ -23,7 +23,7 @@ _DTYPES = {
     torch.int32: _moelith.DataType.int32,
     torch.uint8: _moelith.DataType.uint8,
 }
-# PyTorch from 2.11 on hands out a table of C functions; tensors of older ones are asked for their attributes.
+# A PyTorch that hands out no table of C functions has its tensors asked for their attributes.
 _moelith.know_pytorch(_DTYPES, torch.Tensor, getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
 SINGLE_HANDLE = "0"  # of the group of one rank
 BUFFER_ALIGNMENT = 256  # bytes, of saved buffers and of the workspace (include/moelith/layer.hpp)

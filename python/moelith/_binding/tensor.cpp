@@ -36,7 +36,7 @@ struct KnownDtype {
 struct PyTorch {
   std::vector<KnownDtype> dtypes;  // those that the library has
   PyTypeObject* tensor = nullptr;
-  const ExchangeApi* exchange = nullptr;  // none before PyTorch 2.11
+  const ExchangeApi* exchange = nullptr;  // older ones have none
 };
 PyTorch& pytorch() {
   static PyTorch known;
