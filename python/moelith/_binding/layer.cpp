@@ -27,7 +27,7 @@ void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address);
 template <class Struct>
 struct Field {
   const char* name;
-  TensorView Struct::* member;
+  TensorView Struct::*member;
 };
 constexpr Field<Inputs> input_fields[] = {
     {"x", &Inputs::x},
@@ -83,7 +83,9 @@ struct Given {
   TensorView operator()(nb::handle tensor, const char* name) const { return view_of(tensor, name); }
 };
 struct GradientOf {
-  TensorView operator()(nb::handle tensor, const std::string& name) const { return view_of(tensor, "gradient of " + name); }
+  TensorView operator()(nb::handle tensor, const std::string& name) const {
+    return view_of(tensor, "gradient of " + name);
+  }
 };
 
 // Where each of a layer's weights belongs, from their names (LayerConfig.weights): "down_proj", "shared.3.down_proj".
@@ -112,7 +114,8 @@ class WeightPlaces {
       const nb::object tensor = tensors[i];
       if (tensor.is_none()) continue;
       const auto [owner, member] = places_[i];
-      (owner == routed ? member_of(experts, member) : member_of(experts.shared[static_cast<std::size_t>(owner)], member)) =
+      (owner == routed ? member_of(experts, member)
+                       : member_of(experts.shared[static_cast<std::size_t>(owner)], member)) =
           convert(tensor, i, names_[i]);
     }
     return experts;
@@ -123,7 +126,10 @@ class WeightPlaces {
   static constexpr const char* members[] = {"gate_up_proj", "gate_up_bias", "down_proj", "down_bias"};
   template <class Owner>
   static auto& member_of(Owner& owner, int member) {
-    return member == 0 ? owner.gate_up_proj : member == 1 ? owner.gate_up_bias : member == 2 ? owner.down_proj : owner.down_bias;
+    return member == 0   ? owner.gate_up_proj
+           : member == 1 ? owner.gate_up_bias
+           : member == 2 ? owner.down_proj
+                         : owner.down_bias;
   }
   struct Place {
     int owner, member;
@@ -133,8 +139,8 @@ class WeightPlaces {
   std::vector<Place> places_;
 };
 
-// The inputs. Tensors, but no weights, are copied where their layout is none that the library takes: of x the rows may be
-// apart, the others are contiguous. `copies` has to outlive the pass.
+// The inputs. Tensors, but no weights, are copied where their layout is none that the library takes: of x the rows may
+// be apart, the others are contiguous. `copies` has to outlive the pass.
 Inputs inputs_of(const nb::sequence& tensors, const nb::sequence& weights, const WeightPlaces& places,
                  std::int64_t num_sequences, Copies& copies) {
   Inputs inputs = struct_of(input_fields, tensors, [&](nb::handle tensor, const char* name) {
@@ -211,11 +217,14 @@ void bind_layer(nb::module_& module) {
           [](const std::string& name, int rank, int ranks, double seconds) {
             return Group::process(name, rank, ranks, milliseconds_of(seconds));
           },
-          nb::arg("name"), nb::arg("rank"), nb::arg("ranks"), nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>())
+          nb::arg("name"), nb::arg("rank"), nb::arg("ranks"), nb::arg("seconds"),
+          nb::call_guard<nb::gil_scoped_release>())
       .def("fail", &Group::fail, nb::arg("reason"))
       .def_prop_ro("rank", &Group::rank)
       .def_prop_ro("size", &Group::size)
-      .def("set_timeout", [](Group& self, double seconds) { self.set_timeout(milliseconds_of(seconds)); }, nb::arg("seconds"));
+      .def(
+          "set_timeout", [](Group& self, double seconds) { self.set_timeout(milliseconds_of(seconds)); },
+          nb::arg("seconds"));
 
   nb::class_<PlanOptions>(module, "PlanOptions")
       .def(nb::init<>())
@@ -266,7 +275,8 @@ void bind_layer(nb::module_& module) {
           },
           nb::arg("tensors"), nb::arg("weights"), nb::arg("places"), nb::arg("num_sequences"), nb::arg("results"),
           nb::arg("saved").none(), nb::arg("workspace"), nb::arg("stream"), nb::arg("watch_signals"),
-          "tensors: one for each of INPUTS, or None; results: y, topk_ids, topk_weights, expert_counts, aux_loss, z_loss.")
+          "tensors: one for each of INPUTS, or None; results: y, topk_ids, topk_weights, expert_counts, aux_loss, "
+          "z_loss.")
       .def(
           "backward",
           [](const Plan& self, const nb::sequence& tensors, const nb::sequence& weights, const WeightPlaces& places,
@@ -288,7 +298,8 @@ void bind_layer(nb::module_& module) {
           nb::arg("upstream"), nb::arg("of_inputs"), nb::arg("of_weights"), nb::arg("accumulate"), nb::arg("workspace"),
           nb::arg("stream"), nb::arg("watch_signals"),
           "upstream: the gradients of y, topk_weights, aux_loss and z_loss; of_inputs, of_weights: where those of "
-          "DIFFERENTIABLE_INPUTS and of the weights go, bit i of accumulate: added to what is there. None: not wanted.");
+          "DIFFERENTIABLE_INPUTS and of the weights go, bit i of accumulate: added to what is there. None: not "
+          "wanted.");
 
   module.def("update_selection_bias", &update_selection_bias, nb::arg("bias"), nb::arg("counts"), nb::arg("rate"));
 }

@@ -18,8 +18,8 @@ namespace nb = nanobind;
 namespace moelith::binding {
 namespace {
 
-// DLPack's table of functions for tensors in Python (DLPackExchangeAPI of dlpack.h, version 1): a dozen times faster than
-// asking for attributes. Only the one that fills a view is called.
+// DLPack's table of functions for tensors in Python (DLPackExchangeAPI of dlpack.h, version 1): a dozen times faster
+// than asking for attributes. Only the one that fills a view is called.
 struct ExchangeApi {
   std::uint32_t major, minor;
   const ExchangeApi* previous;
@@ -50,10 +50,10 @@ std::string name_of(nb::handle dtype) {
 }
 // Which of them may be where they are expected depends on the argument: numbers of experts and tokens are integers.
 [[noreturn]] void refuse_dtype(nb::handle dtype, const std::string& name) {
-  const char* accepted = name == "topk_ids"                     ? "int64, int32"
-                         : name == "num_valid_tokens"           ? "int32"
-                         : name == "counts"                     ? "int64"
-                                                                : "float64, float32, bfloat16";
+  const char* accepted = name == "topk_ids"           ? "int64, int32"
+                         : name == "num_valid_tokens" ? "int32"
+                         : name == "counts"           ? "int64"
+                                                      : "float64, float32, bfloat16";
   throw Error(Status::invalid_argument, name + ": dtype " + name_of(dtype) + "; accepted: " + accepted);
 }
 
@@ -72,7 +72,7 @@ nb::object result(nb::handle object, PyObject* name) {
 
 // DLPack carries the memory to PyTorch, which frees it.
 nb::ndarray<nb::pytorch, std::uint8_t, nb::ndim<1>, nb::device::cpu> aligned_bytes(std::size_t size,
-                                                                                  std::size_t alignment) {
+                                                                                   std::size_t alignment) {
   const std::size_t rounded = (size + alignment - 1) / alignment * alignment;
   void* memory = std::aligned_alloc(alignment, rounded > 0 ? rounded : alignment);
   if (!memory) throw std::bad_alloc();
@@ -103,13 +103,14 @@ TensorView view_by_attributes(nb::handle tensor, const std::string& name) {
   TensorView view;
   const nb::object dtype = attribute(tensor, names[0]);
   const auto& dtypes = pytorch().dtypes;
-  const auto known = std::find_if(dtypes.begin(), dtypes.end(), [&](const KnownDtype& k) { return k.dtype == dtype.ptr(); });
+  const auto known =
+      std::find_if(dtypes.begin(), dtypes.end(), [&](const KnownDtype& k) { return k.dtype == dtype.ptr(); });
   if (known == dtypes.end()) refuse_dtype(dtype, name);
   view.dtype = known->type;
   const nb::tuple shape = nb::cast<nb::tuple>(attribute(tensor, names[1]));
   if (shape.size() > TensorView::max_rank) {
-    throw Error(Status::invalid_argument, name + ": shape has " + std::to_string(shape.size()) + " dimensions; accepted: at most " +
-                                              std::to_string(TensorView::max_rank));
+    throw Error(Status::invalid_argument, name + ": shape has " + std::to_string(shape.size()) +
+                                              " dimensions; accepted: at most " + std::to_string(TensorView::max_rank));
   }
   view.rank = static_cast<int>(shape.size());
   const nb::tuple stride = nb::cast<nb::tuple>(result(tensor, names[2]));
@@ -124,9 +125,13 @@ TensorView view_by_attributes(nb::handle tensor, const std::string& name) {
 bool type_of(nb::dlpack::dtype dtype, DataType& type) {
   if (dtype.lanes != 1) return false;
   switch (static_cast<nb::dlpack::dtype_code>(dtype.code)) {
-    case nb::dlpack::dtype_code::Float: type = dtype.bits == 64 ? DataType::float64 : DataType::float32; return dtype.bits >= 32;
+    case nb::dlpack::dtype_code::Float:
+      type = dtype.bits == 64 ? DataType::float64 : DataType::float32;
+      return dtype.bits >= 32;
     case nb::dlpack::dtype_code::Bfloat: type = DataType::bfloat16; return dtype.bits == 16;
-    case nb::dlpack::dtype_code::Int: type = dtype.bits == 64 ? DataType::int64 : DataType::int32; return dtype.bits >= 32;
+    case nb::dlpack::dtype_code::Int:
+      type = dtype.bits == 64 ? DataType::int64 : DataType::int32;
+      return dtype.bits >= 32;
     case nb::dlpack::dtype_code::UInt: type = DataType::uint8; return dtype.bits == 8;
     default: return false;
   }
@@ -194,9 +199,7 @@ void bind_tensor(nb::module_& module) {
       [](const std::exception_ptr& pointer, void*) {
         try {
           std::rethrow_exception(pointer);
-        } catch (const Error& error) {
-          PyErr_SetString(exception_type(error.status()), error.what());
-        }
+        } catch (const Error& error) { PyErr_SetString(exception_type(error.status()), error.what()); }
       },
       nullptr);
 
