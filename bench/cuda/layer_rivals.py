@@ -1,6 +1,6 @@
 """The layer through Python beside its rivals, forward and forward + backward from router logits on, bfloat16, one GPU.
 
-    bench/cuda/layer_rivals.py [--shape NAME] [--rounds N] [--json FILE] [--device cpu]
+    bench/cuda/layer_rivals.py [--shape NAME] [--rival NAME] [--rounds N] [--json FILE] [--device cpu]
 
 Everything takes turns within one run (rivals.py; ours with weight gradients in bfloat16 and added to float32 main
 gradients; three kinds of routing; cuBLAS over the two dense products of the same size), since the card's clock moves with its
@@ -166,13 +166,13 @@ def dense(problem):
     return run, 6 * rows * c.hidden_size * c.intermediate_size
 
 
-def measure(name, shape, rounds, device):
+def measure(name, shape, others, rounds, device):
     problem = Problem(shape, device)
     config = shape.config
     notes = {}
-    for rival, make in rivals.RIVALS.items():
+    for rival in others:
         try:
-            function = make(shape, problem.layer)
+            function = rivals.RIVALS[rival](shape, problem.layer)
             problem.contenders[rival] = (function, function.parameters)
         except rivals.Unsupported as reason:
             notes[rival] = f"left out: {reason}"
@@ -199,7 +199,7 @@ def measure(name, shape, rounds, device):
 
     turns = {(c, "uniform"): lambda clock, c=c: problem.run(c, "uniform", clock) for c in problem.contenders}
     for routing in ROUTINGS[1:]:
-        for c in ("moelith", "plain PyTorch"):
+        for c in [c for c in ("moelith", "plain PyTorch") if c in problem.contenders]:
             turns[c, routing] = lambda clock, c=c, routing=routing: problem.run(c, routing, clock)
     turns["dense"], dense_flops = dense(problem)
     medians = timing.in_turns(turns, rounds, device, problem.draw)
@@ -214,16 +214,16 @@ def measure(name, shape, rounds, device):
     rows = []
     for routing in ROUTINGS:
         mine = times["moelith", routing]
-        others = {c: t | {"fraction_of_dense": fraction(t)} for (c, r), t in times.items() if r == routing and c != "moelith"}
+        of_others = {c: t | {"fraction_of_dense": fraction(t)} for (c, r), t in times.items() if r == routing and c != "moelith"}
         row = {
             "shape": name, "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
             "num_experts": config.num_experts, "top_k": config.top_k, "tokens": shape.tokens, "ranks": 1, "routing": routing,
-            "dtype": "bfloat16", **mine, "fraction_of_dense": fraction(mine), "dense_tflops": dense_flops / dense_ms * 1e-9, "rivals": others,
+            "dtype": "bfloat16", **mine, "fraction_of_dense": fraction(mine), "dense_tflops": dense_flops / dense_ms * 1e-9, "rivals": of_others,
         }
         if routing == "uniform":
             row |= memory | {"peak_bytes": peaks["moelith"], "largest_row_error": errors, "notes": notes}
-            for c in others:
-                others[c]["peak_bytes"] = peaks[c]
+            for c in of_others:
+                of_others[c]["peak_bytes"] = peaks[c]
         else:
             even = times["moelith", "uniform"]
             row["time_of_uniform"] = {part: mine[part + "_ms"] / even[part + "_ms"] for part in ("forward", "forward_backward")}
@@ -248,6 +248,7 @@ def show(row, peaks):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, action="append", help="default: all but tiny")
+    parser.add_argument("--rival", choices=rivals.RIVALS, action="append", help="default: all")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--json", metavar="FILE")
@@ -256,7 +257,7 @@ def main():
     print(f"{'shape':12} {'routing':8} {'who':32} {'forward':>9} {'fwd + bwd':>9}            rates of both  fractions of dense")
     rows = []
     for name in arguments.shape or [s for s in SHAPES if s != "tiny"]:
-        rows += measure(name, SHAPES[name], arguments.rounds, arguments.device)
+        rows += measure(name, SHAPES[name], arguments.rival or list(rivals.RIVALS), arguments.rounds, arguments.device)
         timing.free()
         if arguments.json:
             timing.write(arguments.json, rows, arguments.device, rounds=arguments.rounds)

@@ -12,6 +12,7 @@ import time
 
 import torch
 
+HEAD_START = 5_000_000  # cycles, about 3 ms
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
@@ -38,14 +39,16 @@ class Clock:
 
 def in_turns(contenders, rounds, device, prepare=lambda: None, warm_up=2):
     """Medians of what `contenders` (name -> function of a Clock that marks its stretches) take, one after another in each
-    round, since the card's clock moves with its heat. `prepare` makes fresh inputs before each round; the device has work
-    queued all the time, so that a host that is slow at launching is not measured."""
+    round, since the card's clock moves with its heat. `prepare` makes fresh inputs before each round. The device idles a
+    little before each, so that a host that is slow at launching is ahead of it and is not measured."""
     samples = {name: [] for name in contenders}
     for round_ in range(warm_up + rounds):
         prepare()
         clocks = {}
         for name, run in contenders.items():
             clocks[name] = Clock(device)
+            if clocks[name].cuda:
+                torch.cuda._sleep(HEAD_START)
             run(clocks[name])
         for name, clock in clocks.items():
             if round_ >= warm_up:
