@@ -1,13 +1,13 @@
 """The layer through Python beside its rivals, forward and forward + backward from router logits on, bfloat16, one GPU.
 
-    bench/cuda/layer_rivals.py [--shape NAME] [--rival NAME] [--rounds N] [--json FILE] [--device cpu]
+    bench/cuda/layer_rivals.py [--shape NAME] [--rival NAME] [--quick-tuning] [--rounds N] [--json FILE] [--device cpu]
 
 Everything takes turns within one run (rivals.py; ours with weight gradients in bfloat16 and added to float32 main
 gradients; three kinds of routing; cuBLAS over the two dense products of the same size), since the card's clock moves with its
 heat: only ratios count. Fresh random inputs each round, medians of CUDA events. Correctness first: y and dx of some tokens
-and one expert's weight gradients against float32 (1e-2 by row; a rival that is further off is said so). `fraction` is useful FLOPs / (time x
-the rate of the dense products). Memory: what a forward adds (beside the formula that the plan prints), and the peak of
-forward + backward, gradients included, above weights and inputs.
+and one expert's weight gradients against float32 (1e-2 by row; of a rival that is further off it is said). The fraction of
+dense is useful FLOPs / (time x the rate of the dense products). Memory: what a forward adds, beside the formula that the plan
+prints, and the peak of forward + backward, gradients included, above weights and inputs.
 """
 
 import argparse
@@ -249,18 +249,22 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, action="append", help="default: all but tiny")
     parser.add_argument("--rival", choices=rivals.RIVALS, action="append", help="default: all")
+    parser.add_argument("--quick-tuning", action="store_true", help="of sonic-moe: few of its tiles")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     torch.manual_seed(0)
+    others = arguments.rival or list(rivals.RIVALS)
+    if arguments.quick_tuning and "sonic-moe" in others:
+        rivals.tune_sonic_moe_quickly()
     print(f"{'shape':12} {'routing':8} {'who':32} {'forward':>9} {'fwd + bwd':>9}            rates of both  fractions of dense")
     rows = []
     for name in arguments.shape or [s for s in SHAPES if s != "tiny"]:
-        rows += measure(name, SHAPES[name], arguments.rival or list(rivals.RIVALS), arguments.rounds, arguments.device)
+        rows += measure(name, SHAPES[name], others, arguments.rounds, arguments.device)
         timing.free()
         if arguments.json:
-            timing.write(arguments.json, rows, arguments.device, rounds=arguments.rounds)
+            timing.write(arguments.json, arguments.device, rounds=arguments.rounds, rows=rows)
 
 
 if __name__ == "__main__":

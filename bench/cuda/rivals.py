@@ -29,9 +29,9 @@ def _swiglu_clamped(z, limit, alpha, up_offset):
 
 
 @torch.compile(dynamic=True)
-def _combine(rows, weights):
-    """[T, k, H], [T, k] -> [T, H]"""
-    return (rows * weights[..., None]).sum(1)
+def _combine(rows, weights, top_k):
+    """[T k, H], [T k, 1] -> [T, H]. T is not an argument's own dimension: one of 1 would be compiled apart."""
+    return (rows * weights).unflatten(0, (-1, top_k)).sum(1)
 
 
 def activate(activation, z):
@@ -68,11 +68,27 @@ def plain(shape, layer):
         if config.down_bias:
             rows = rows + layer.down_bias[experts]
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-        y = _combine(rows.index_select(0, place).unflatten(0, (-1, config.top_k)), weights.to(x.dtype))
+        y = _combine(rows.index_select(0, place), weights.to(x.dtype).view(-1, 1), config.top_k)
         return y + shared_experts(layer, x) if layer.shared_experts else y
 
     run.parameters = list(layer.parameters())
     return run
+
+
+LIKELY_TILES = {(128, 128, True), (128, 160, True), (128, 192, True), (128, 256, False), (256, 128, False), (256, 192, False)}
+
+
+def tune_sonic_moe_quickly():
+    """Its tuners try some 80 tiles for products and 60 for sums, a minute and more for each new shape: here the likeliest
+    few. What they chose, and what they compiled, is kept on disk with QUACK_CACHE_DIR and TRITON_CACHE_AUTOTUNING=1."""
+    from quack import gemm_interface
+    from sonicmoe.functional.reduction_over_k_gather import token_gather_sum_kernel
+
+    for tuner in (gemm_interface.gemm_tuned, gemm_interface.gemm_gated_tuned, gemm_interface.gemm_dgated_tuned):
+        tiles = [(c, c.kwargs["config"]) for c in tuner.configs]
+        tuner.configs = [c for c, tile in tiles if (tile.tile_m, tile.tile_n, tile.pingpong) in LIKELY_TILES and tile.cluster_m == 2]
+    sums = token_gather_sum_kernel
+    sums.configs = [c for c in sums.configs if c.num_warps == 4 and 512 <= c.kwargs["BLOCK_H"] <= 2048 and c.kwargs["BLOCK_K"] in (2, 8)]
 
 
 def sonic_moe(shape, layer):

@@ -67,7 +67,7 @@ def main():
         rows += measure(name, SHAPES[name], arguments.rounds)
         timing.free()
     if arguments.json:
-        timing.write(arguments.json, rows, "cuda", rounds=arguments.rounds)
+        timing.write(arguments.json, "cuda", rounds=arguments.rounds, budgets=rows)
 
 
 if __name__ == "__main__":

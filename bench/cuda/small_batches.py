@@ -92,7 +92,7 @@ def main():
             rows.append(measure(name, SHAPES[name], tokens, arguments.rounds))
             timing.free()
     if arguments.json:
-        timing.write(arguments.json, rows, "cuda", rounds=arguments.rounds)
+        timing.write(arguments.json, "cuda", rounds=arguments.rounds, rows=rows)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import pathlib
+import shlex
 import statistics
 import subprocess
 import sys
@@ -91,14 +92,16 @@ def free():
         torch.cuda.empty_cache()
 
 
-def write(path, rows, device, **more):
-    """The results file: who, when, what, and the rows."""
+def write(path, device, **results):
+    """The results file: on what, when, by which command, and the results. `rows` are those that README.md shows: of the form
+    that scripts/readme knows."""
     commit = os.environ.get("MOELITH_COMMIT")
     if not commit:
         commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    command = os.path.relpath(sys.argv[0], ROOT) + "".join(" " + word for word in sys.argv[1:])
+    words = [word for at, word in enumerate(sys.argv) if at and "--json" not in sys.argv[at - 1 : at + 1]]
+    command = shlex.join([os.path.relpath(sys.argv[0], ROOT), *words])
     result = {
         "gpu": torch.cuda.get_device_name() if device != "cpu" else None, "date": datetime.date.today().isoformat(),
-        "commit": commit or "unknown", "command": command, "torch": torch.__version__, **more, "rows": rows,
+        "commit": commit or "unknown", "command": command, "torch": torch.__version__, **results,
     }
     pathlib.Path(path).write_text(json.dumps(result, indent=1) + "\n")
