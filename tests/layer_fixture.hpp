@@ -236,10 +236,14 @@ struct RunOptions {
   std::uint64_t passes_before = 0;           // of the group
   DeviceKind device = DeviceKind::cpu;
   void* stream = nullptr;
+  std::vector<void*> stream_of_rank;         // where each rank has its own
+  std::chrono::milliseconds timeout{30000};  // of the group
+  std::function<void(int rank)> begin_rank = [](int) {};  // in the rank's thread, before anything else
   std::function<void*(std::uint64_t bytes)> scratch;  // where saved and the workspaces lie, unfilled; none: a Buffer
   std::function<void(const Plan&)> with_plan = [](const Plan&) {};  // once it is made
   // Runs a pass; when it returns the results are there.
   std::function<void(const std::function<void()>& pass)> launch = [](const std::function<void()>& pass) { pass(); };
+  std::function<void(int rank, const std::function<void()>& pass)> launch_of_rank;  // likewise, by the rank's own thread
 };
 
 // Every result by name, of all ranks joined: tokens one rank after another, experts by global id.
@@ -302,6 +306,12 @@ inline Results run(const Problem& p, const RunOptions& options) {
   const auto shared_count = static_cast<std::int64_t>(c.shared_experts.size());
 
   auto run_rank = [&](int rank) {
+    options.begin_rank(rank);
+    void* const stream = options.stream_of_rank.empty() ? options.stream : options.stream_of_rank[rank];
+    auto launch = [&](const std::function<void()>& pass) {
+      if (options.launch_of_rank) return options.launch_of_rank(rank, pass);
+      options.launch(pass);
+    };
     PlanOptions plan_options;
     const std::int64_t tokens = tokens_of_rank[rank], first = first_token[rank];
     plan_options.max_tokens = tokens + 3;
@@ -309,7 +319,7 @@ inline Results run(const Problem& p, const RunOptions& options) {
     plan_options.workers = options.workers;
     plan_options.recompute = options.recompute;
     plan_options.group = groups[rank];
-    plan_options.group.set_timeout(std::chrono::seconds(30));
+    plan_options.group.set_timeout(options.timeout);
     if (options.passes_before) plan_options.group.transport()->start_after_pass(options.passes_before);
     plan_options.expert_rank = options.expert_rank;
     plan_options.tile_columns = options.tile_columns;
@@ -415,7 +425,7 @@ inline Results run(const Problem& p, const RunOptions& options) {
     out.expert_counts = output("expert_counts", DataType::int64, {e});
     out.aux_loss = output("aux_loss", accumulator, {1});
     out.z_loss = output("z_loss", accumulator, {1});
-    options.launch([&] { plan.forward(in, out, options.keep ? saved.data() : nullptr, workspace.data(), options.stream); });
+    launch([&] { plan.forward(in, out, options.keep ? saved.data() : nullptr, workspace.data(), stream); });
 
     if (options.keep) {
       OutputGradients up;
@@ -483,7 +493,7 @@ inline Results run(const Problem& p, const RunOptions& options) {
       }
       for (int b = 0; b < options.backwards; ++b) {
         const Buffer other = scratch(sizes.workspace);  // nothing may be left over from the forward
-        options.launch([&] { plan.backward(in, saved.data(), up, grad, other.data(), options.stream); });
+        launch([&] { plan.backward(in, saved.data(), up, grad, other.data(), stream); });
         if (!other.intact()) throw std::runtime_error("backward wrote beyond the workspace");
       }
     }

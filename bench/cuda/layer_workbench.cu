@@ -15,48 +15,11 @@
 
 #include "executors/cuda/sm90_pass.cuh"
 #include "moelith/layer.hpp"
-#include "numerics/bfloat16.hpp"
-#include "uniform.cuh"
+#include "tensors.cuh"
 
 using namespace moelith;
 
 namespace {
-
-void check(cudaError_t status, const char* what) {
-  if (status == cudaSuccess) return;
-  std::printf("FAILED %s: %s\n", what, cudaGetErrorString(status));
-  std::exit(1);
-}
-
-std::vector<void*> owned;
-
-template <class T>
-__global__ void fill(T* p, std::int64_t count, float scale, std::uint64_t seed) {
-  for (std::int64_t i = blockIdx.x * std::int64_t(blockDim.x) + threadIdx.x; i < count; i += std::int64_t(gridDim.x) * blockDim.x) {
-    const float value = (uniform(seed + 2 * i) + uniform(seed + 2 * i + 1)) * 1.2f * scale;
-    if constexpr (sizeof(T) == 2) {
-      p[i] = numerics::to_bfloat16(value);
-    } else {
-      p[i] = value;
-    }
-  }
-}
-void* allocate(std::uint64_t bytes) {
-  void* p = nullptr;
-  check(cudaMalloc(&p, std::max<std::uint64_t>(bytes, 256)), "cudaMalloc");
-  owned.push_back(p);
-  return p;
-}
-TensorView tensor(DataType type, std::initializer_list<std::int64_t> shape, float scale = 0.0f, std::uint64_t seed = 0) {
-  TensorView view(nullptr, type, shape);
-  view.data = allocate(view.numel() * size_of(type));
-  if (type == DataType::bfloat16) {
-    fill<<<1024, 256>>>(static_cast<numerics::bfloat16*>(view.data), view.numel(), scale, seed << 40);
-  } else if (type == DataType::float32) {
-    fill<<<1024, 256>>>(static_cast<float*>(view.data), view.numel(), scale, seed << 40);
-  }
-  return view;
-}
 
 double median_ms(const std::function<void()>& f, int repeats) {
   cudaEvent_t a, b;
@@ -142,8 +105,7 @@ void measure(const std::string& name, std::int64_t hidden, std::int64_t width, i
   }
   std::fflush(stdout);
   check(cudaDeviceSynchronize(), name.c_str());
-  for (void* p : owned) cudaFree(p);
-  owned.clear();
+  free_all();
 }
 
 }  // namespace

@@ -19,7 +19,9 @@ class Group {
  public:
   // A group of one rank: no communication. What a default-constructed plan uses.
   static Group single();
-  // `ranks` ranks of one process that run on different threads, each thread calling with its own Group.
+  // `ranks` ranks of one process that run on different threads, each thread calling with its own Group. Of CUDA plans
+  // each is on the GPU that is current when its plan is made: several ranks may share a GPU, each on a stream of its own
+  // and with its share of the SMs, or have GPUs that reach each other's memory by load and store.
   static std::vector<Group> threads(int ranks);
   // This process's rank among `ranks` processes of one host, which share memory (POSIX shared memory, in /dev/shm).
   // Collective: every process calls it with its own rank and the same name, of letters, digits, '-' and '_', which no

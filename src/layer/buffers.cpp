@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "schedule/dependencies.hpp"
+#include "layer/fingerprint.hpp"
 
 namespace moelith::layer {
 namespace {
@@ -37,6 +37,7 @@ SavedBuffer SavedBuffer::of(const Geometry& g, bool keep) {
   saved.layout_header = places.add(8 * schedule::Layout::header_length(g.ranks, g.local_experts));
   saved.row_route = places.add(4 * g.rows());
   saved.row_weight = places.add(accumulator * g.rows());
+  saved.row_rank = places.add_if(g.sizes.peer_access, g.rows());
   saved.topk_ids = places.add(4 * g.routes());
   saved.topk_weights = places.add(accumulator * g.routes());
   saved.chosen_ids = places.add_if(g.config.router.capacity_factor > 0, 4 * g.routes());
@@ -50,8 +51,8 @@ SavedBuffer SavedBuffer::of(const Geometry& g, bool keep) {
         places.add_if(keep_pre_activation, element * g.tokens * g.config.gate_up_rows(shared.intermediate_size)));
   }
   const std::uint64_t pre_activation = places.size() - table;
-  saved.received_x = places.add_if(g.ranks > 1, element * g.received_rows() * g.config.hidden_size);
-  saved.needed = places.add_if(g.ranks > 1, g.received_rows());
+  saved.received_x = places.add_if(g.sizes.has_transfers(), element * g.received_rows() * g.config.hidden_size);
+  saved.needed = places.add_if(g.sizes.has_transfers(), g.received_rows());
   saved.size = places.size();
   saved.formula = "pre-activation " + std::to_string(pre_activation) + " + routing table " + std::to_string(table) +
                   " + rows received from other ranks " + std::to_string(saved.size - table - pre_activation) + " = " +
@@ -105,32 +106,47 @@ BackwardWorkspace BackwardWorkspace::of(const Geometry& g, std::uint64_t router_
   workspace.shared_gates = places.add(accumulator * g.tokens * g.config.shared_experts.size());
   workspace.d_topk_weights = places.add(accumulator * g.routes());
   workspace.d_shared_gates = places.add(accumulator * g.tokens * g.config.shared_experts.size());
-  workspace.received_dy = places.add_if(g.ranks > 1, element * g.received_rows() * g.config.hidden_size);
+  workspace.received_dy = places.add_if(g.sizes.has_transfers(), element * g.received_rows() * g.config.hidden_size);
   workspace.router_scratch = places.add(router_scratch_bytes);
   workspace.size = places.size();
   return workspace;
 }
 
-Window Window::of(const LayerConfig& config, std::int64_t tokens) {
+Window Window::of(const LayerConfig& config, std::int64_t tokens, const schedule::CounterMap* map) {
   const auto element = size_of(config.dtype), accumulator = size_of(config.accumulator_dtype());
   const std::int64_t routes = tokens * config.top_k;
+  const bool peers = map != nullptr;
   Geometry widths;
   widths.config = config;
   Places places;
   Window window;
-  window.rows = places.add(element * tokens * config.hidden_size);
+  window.rows = places.add_if(!peers, element * tokens * config.hidden_size);
   window.route_rows = places.add(element * routes * config.hidden_size);
   window.route_dprob = places.add(accumulator * routes * widths.dprob_groups(config.intermediate_size));
   for (auto& table : window.table) {
-    table.tokens = places.add(24);
+    table.header = places.add(64);
     table.offsets = places.add(8 * (std::uint64_t(config.num_experts) + 1));
     table.counts = places.add(8 * std::uint64_t(config.num_experts));
     table.routes = places.add(4 * routes);
-    table.topk_ids = places.add(4 * routes);
+    table.topk_ids = places.add_if(!peers, 4 * routes);
     table.topk_weights = places.add(accumulator * routes);
   }
+  window.arrivals = places.add_if(peers, peers ? 8 * std::uint64_t(map->arrivals_size) : 0);
+  window.flags = places.add_if(peers, peers ? 8 * std::uint64_t(map->flags_size) : 0);
+  window.state = places.add_if(peers, 16);
   window.size = places.size();
   return window;
+}
+
+std::uint64_t layout_number(const std::vector<Window>& windows, const schedule::CounterMap& map) {
+  Fingerprint f;
+  for (const Window& w : windows) {
+    f.add(w.rows).add(w.route_rows).add(w.route_dprob).add(w.size);
+    for (const auto& t : w.table) {
+      f.add(t.header).add(t.offsets).add(t.counts).add(t.routes).add(t.topk_ids).add(t.topk_weights);
+    }
+  }
+  return f.add(map.arrivals_size).add(map.flags_size).value() | 1;
 }
 
 }  // namespace moelith::layer

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "moelith/layer.hpp"
+#include "schedule/dependencies.hpp"
 #include "schedule/extents.hpp"
 
 namespace moelith::layer {
@@ -42,12 +43,13 @@ struct SavedBuffer {
   };
   std::uint64_t stamp;
   std::uint64_t layout_header, row_route, row_weight;   // int64 [header_length], int32 [rows], T [rows]
+  std::uint64_t row_rank;                               // uint8 [rows]: the rank of each, with peer access
   std::uint64_t topk_ids, topk_weights, chosen_ids;     // int32 [T, k], T [T, k], int32 [T, k]
   std::uint64_t counts;                                 // int64 [E + 1]: routes before capacity, and valid tokens, as the
                                                         // aux loss counts them (of all ranks for the global one)
   std::uint64_t pre_activation;                         // [rows, F I]; absent when recomputing
   std::vector<std::uint64_t> shared_pre_activation;     // S x [T, F I_s]
-  std::uint64_t received_x, needed;                     // several ranks: [R, .., H] and bytes [R, ..]
+  std::uint64_t received_x, needed;                     // ranks with transfers: [R, .., H] and bytes [R, ..]
   std::uint64_t size;
   std::string formula;
 
@@ -84,18 +86,25 @@ struct BackwardWorkspace {
 
 // A rank's symmetric memory, several ranks only. Sized by max_tokens, alike on every call of the plan.
 struct Window {
-  std::uint64_t rows;                                   // [T, H]: x or dY for the others
+  std::uint64_t rows;                                   // [T, H]: x or dY for the others; absent with peer access
   std::uint64_t route_rows, route_dprob;                // [T k, H], [T k, groups]
   struct Table {
-    std::uint64_t tokens;                               // int64 [3]: T, valid tokens, whether forward saves
+    std::uint64_t header;                               // int64 [8]: T, valid tokens, whether forward saves; with peer
+                                                        // access also where x and dY are (routing::RankTable)
     std::uint64_t offsets, counts;                      // int64 [E + 1], [E] before capacity
-    std::uint64_t routes, topk_ids, topk_weights;       // int32 [T k], int32 [T k], T [T k]
+    std::uint64_t routes;                               // int32 [T k]
+    std::uint64_t topk_ids;                             // int32 [T k]; absent with peer access
+    std::uint64_t topk_weights;                         // T [T k]: by route; with peer access in the order of `routes`
   };
   Table table[2];
+  // With peer access counters are here too, and 8-byte words of the rank's own state (RankTables); otherwise absent.
+  std::uint64_t arrivals, flags, state;
   std::uint64_t size;
 
-  // `tokens`: max_tokens of the rank whose window it is.
-  static Window of(const LayerConfig& config, std::int64_t tokens);
+  // `tokens`: max_tokens of the rank whose window it is. map: of peers' counters, null without peer access.
+  static Window of(const LayerConfig& config, std::int64_t tokens, const schedule::CounterMap* map = nullptr);
 };
+// Of all ranks' windows and counters: equal for plans that have them alike; not 0.
+std::uint64_t layout_number(const std::vector<Window>& windows, const schedule::CounterMap& map);
 
 }  // namespace moelith::layer

@@ -410,18 +410,6 @@ class CpuLayer final : public DeviceLayer {
     }
   }
 
-  // Equal for plans whose windows and counters lie alike on every rank; not 0.
-  static std::uint64_t layout_number(const std::vector<Window>& windows, const schedule::CounterMap& map) {
-    Fingerprint f;
-    for (const Window& w : windows) {
-      f.add(w.rows).add(w.route_rows).add(w.route_dprob).add(w.size);
-      for (const auto& t : w.table) {
-        f.add(t.tokens).add(t.offsets).add(t.counts).add(t.routes).add(t.topk_ids).add(t.topk_weights);
-      }
-    }
-    return f.add(map.arrivals_size).add(map.flags_size).value() | 1;
-  }
-
   std::int64_t* counts_of(std::int32_t rank, int table) const {
     return at<std::int64_t>(plan_.transport().memory(rank), windows_[rank].table[table].counts);
   }
@@ -436,7 +424,7 @@ class CpuLayer final : public DeviceLayer {
       data.route_rows.push_back(at<Storage>(memory, window.route_rows));
       data.route_dprob.push_back(at<T>(memory, window.route_dprob));
       const auto& t = window.table[table];
-      data.tables.push_back({at<std::int64_t>(memory, t.tokens), at<std::int64_t>(memory, t.offsets),
+      data.tables.push_back({at<std::int64_t>(memory, t.header), at<std::int64_t>(memory, t.offsets),
                              at<std::int32_t>(memory, t.routes), at<std::int32_t>(memory, t.topk_ids),
                              at<T>(memory, t.topk_weights)});
     }

@@ -1,6 +1,6 @@
 // The layer on one Hopper GPU: the routing kernels, then one persistent kernel; backward one persistent kernel, then the
 // kernel of the router's gradient. Launches alone: nothing is allocated, copied, cleared or awaited in a call, so a call
-// can be captured in a CUDA graph.
+// can be captured in a CUDA graph. Several ranks exchange their tables (executors/cuda/exchange.hpp) before each pass.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -14,6 +14,7 @@
 #include "executors/cuda/pass_data.hpp"
 #include "executors/cuda/timeline.hpp"
 #include "layer/bound_experts.hpp"
+#include "layer/cuda_ranks.hpp"
 #include "layer/plan.hpp"
 #include "routing/device_router.hpp"
 #include "schedule/dependencies.hpp"
@@ -143,6 +144,7 @@ struct Placement {
   // Behind them the routed rows of x (and dY) one after the other, as the copy engine reads them.
   std::uint64_t forward_packed_x, backward_packed_x, backward_packed_dy;
   std::uint64_t forward_tiles, backward_tiles;  // the descriptions of all tiles
+  std::uint64_t backward_zero_dy;               // [T, H]: the gradient of y of a rank that has none; several ranks
   schedule::CounterMap counters;
   BufferSizes sizes;
 };
@@ -152,9 +154,6 @@ class CudaLayer final : public DeviceLayer {
   explicit CudaLayer(const Plan::Impl& plan) : plan_(plan), config_(plan.config), shared_count_(plan.config.shared_experts.size()) {
     if (config_.dtype != DataType::bfloat16) {
       unsupported(std::string("dtype: got ") + to_string(config_.dtype) + ", accepted on device cuda is bfloat16");
-    }
-    if (plan.options.group.size() != 1) {
-      unsupported("group: got " + std::to_string(plan.options.group.size()) + " ranks, accepted on device cuda is one");
     }
     int device = 0, devices = 0, major = 0, minor = 0;
     if (const cudaError_t status = cudaGetDeviceCount(&devices); status != cudaSuccess || devices == 0) {
@@ -172,8 +171,14 @@ class CudaLayer final : public DeviceLayer {
     }
     tile_ = executors::cuda::sm90_tile_shape(columns, config_.activation.gated() ? 2 : 1, config_.top_k);
     for (std::size_t s = 0; s < shared_count_; ++s) gated_ |= std::uint32_t(config_.shared_experts[s].gated) << s;
-    check_cuda(cudaMallocHost(&error_, sizeof(PassError)), "the word for errors");
-    *error_ = PassError{};
+    if (plan.options.group.size() > 1) {
+      cudaFuncAttributes attributes;
+      check_cuda(cudaFuncGetAttributes(&attributes, zero_tensors), "kernel of the zeros");  // loaded now, as CudaRanks says
+      ranks_ = std::make_unique<CudaRanks>(plan, tile_);
+    } else {
+      check_cuda(cudaMallocHost(&error_, sizeof(PassError)), "the word for errors");
+      *error_ = PassError{};
+    }
     if (plan.options.timeline) {
       check_cuda(cudaDeviceGetAttribute(&trace_blocks_, cudaDevAttrMultiProcessorCount, device), "multiprocessor count");
       check_cuda(cudaMalloc(&trace_, trace_events() * sizeof(TileEvent)), "memory of the timeline");
@@ -307,7 +312,7 @@ class CudaLayer final : public DeviceLayer {
     job.aux_loss = data_of<float>(outputs.aux_loss);
     job.z_loss = data_of<float>(outputs.z_loss);
     job.zero[0] = {data.counters.local, map.local_size};
-    job.zero[1] = {data.counters.arrivals, map.arrivals_size};
+    if (!ranks_) job.zero[1] = {data.counters.arrivals, map.arrivals_size};  // otherwise passes leave them at zero
     job.zero[2] = {data.counters.control, PassCounters::control_counters};
     if (keep) {
       job.zero[3] = {at<unsigned long long>(saved, extras.local_counters), map.local_size};
@@ -315,7 +320,14 @@ class CudaLayer final : public DeviceLayer {
       job.zero[5] = {at<unsigned long long>(saved, extras.control), PassCounters::control_counters};
     }
     job.scratch = at<std::byte>(workspace, scratch.router_scratch + control_bytes);
+    if (ranks_) {
+      ranks_->complete(data, tables, kept);
+      job.tables = ranks_->tables();
+      job.score_sums = at<float>(workspace, scratch.score_sums);
+    }
     routing::device_route(job, stream);
+    if (ranks_) executors::cuda::run_exchange(ranks_->exchange(data, keep), stream);
+    if (routing::wants_global_aux_loss(job)) routing::device_global_aux_loss(job, stream);
     run_pass(data, stream);
   }
 
@@ -333,7 +345,8 @@ class CudaLayer final : public DeviceLayer {
     void* saved = const_cast<void*>(const_saved);  // only its counters are written, and left as they were
     float* gates = inputs.shared_gate_logits.given() ? at<float>(saved, extras.gates) : nullptr;
     PassData data = pass_data(geometry, inputs, Direction::backward, saved, kept, gates);
-    const bool runs = upstream.y.given();
+    // Among several ranks one without a gradient of y has to take part: others' tokens went through its experts.
+    const bool runs = upstream.y.given() || ranks_;
     auto* d_weights = at<float>(workspace, scratch.d_topk_weights);
     auto* d_gates = at<float>(workspace, scratch.d_shared_gates);
     if (runs) {
@@ -341,6 +354,7 @@ class CudaLayer final : public DeviceLayer {
                        at<unsigned long long>(saved, extras.control)};
       data.dy = data_of<bfloat16>(upstream.y);
       data.dy_stride = upstream.y.stride[0];
+      if (!upstream.y.given()) place_zero_dy(data, at<bfloat16>(workspace, place->backward_zero_dy), stream);
       data.out = data_of<bfloat16>(gradients.x);
       data.out_stride = gradients.x.stride[0];
       data.d_topk_weights = d_weights;
@@ -350,6 +364,10 @@ class CudaLayer final : public DeviceLayer {
       if (sizes.recompute || sizes.want_gate_up_wgrad) data.packed_x = at<bfloat16>(workspace, place->backward_packed_x);
       data.packed_dy = at<bfloat16>(workspace, place->backward_packed_dy);
       data.tiles = at<std::byte>(workspace, place->backward_tiles);
+      if (ranks_) {
+        ranks_->complete(data, saved, kept);
+        executors::cuda::run_exchange(ranks_->exchange(data, true), stream);
+      }
       run_pass(data, stream);
     } else {
       zero_gradients(gradients, stream);
@@ -404,7 +422,9 @@ class CudaLayer final : public DeviceLayer {
     made->forward_tiles = made->forward_packed_x + packed;
     made->backward_tiles = made->backward_packed_dy + packed;
     const std::uint64_t table = executors::cuda::sm90_tile_table_bytes(geometry.sizes);
-    made->sizes = {made->extras.size, std::max(made->forward_tiles, made->backward_tiles) + table,
+    made->backward_zero_dy = (made->backward_tiles + table + 255) / 256 * 256;
+    const std::uint64_t zero_dy = ranks_ ? 2 * std::uint64_t(tokens) * geometry.config.hidden_size : 0;
+    made->sizes = {made->extras.size, std::max(made->forward_tiles + table, made->backward_zero_dy + zero_dy),
                    made->kept.formula + ", and " + std::to_string(made->extras.size - made->kept.size) + " bytes of gates and counters"};
     placement_ = made;
     return made;
@@ -423,18 +443,26 @@ class CudaLayer final : public DeviceLayer {
       check_cuda(cudaMemsetAsync(trace_, 0xff, trace_events() * sizeof(TileEvent), static_cast<cudaStream_t>(stream)),
                  "memory of the timeline");
     }
-    executors::cuda::sm90_run_pass(data, plan_.options.workers, stream);
+    executors::cuda::sm90_run_pass(data, ranks_ ? ranks_->blocks(plan_.options.workers) : plan_.options.workers, stream);
+  }
+
+  void place_zero_dy(PassData& data, bfloat16* zeros, void* stream) const {
+    data.dy = zeros;
+    data.dy_stride = config_.hidden_size;
+    ZeroTensors zero{};
+    zero.add(TensorView(zeros, DataType::bfloat16, {data.pass.sizes.tokens, config_.hidden_size}));
+    launch(zero, stream);
   }
 
   // A pass that gave up has told so since the last call.
   void check_error() const {
+    if (ranks_) return ranks_->check_error();
     volatile PassError& error = *error_;
-    if (error.stage < 0) return;
+    if (error.state != PassError::there) return;
     const std::string text = std::string("an earlier pass of this plan gave up waiting in stage ") +
                              schedule::to_string(static_cast<schedule::Stage>(error.stage)) + ", expert " + std::to_string(error.expert) +
                              ", row block " + std::to_string(error.row_block) + "; its results are incomplete";
-    error.stage = -1;  // told once
-    error.claimed = 0;
+    error.state = PassError::none;  // told once
     throw Error(Status::timed_out, text);
   }
 
@@ -456,7 +484,7 @@ class CudaLayer final : public DeviceLayer {
     PassData data;
     data.pass.sizes = geometry.sizes;
     data.pass.sizes.direction = direction;
-    data.pass.layout = schedule::Layout::at(at<std::int64_t>(tables, kept.layout_header), at<std::int32_t>(tables, kept.row_route), 1,
+    data.pass.layout = schedule::Layout::at(at<std::int64_t>(tables, kept.layout_header), at<std::int32_t>(tables, kept.row_route), geometry.ranks,
                                             geometry.local_experts);
     data.error = error_;
     data.activation = numerics::Activation(config_.activation);
@@ -495,7 +523,7 @@ class CudaLayer final : public DeviceLayer {
   void place_backward(PassData& data, const Geometry& geometry, const InputGradients& gradients, void* saved, const SavedBuffer& kept,
                       void* workspace, const BackwardWorkspace& scratch) const {
     auto& sizes = data.pass.sizes;
-    sizes.want_dx = gradients.x.given();
+    sizes.want_dx = gradients.x.given() || ranks_;  // of several ranks: others' tiles write into it
     sizes.want_gate_up_wgrad = sizes.want_down_wgrad = sizes.want_gate_up_bias_grad = sizes.want_down_bias_grad = false;
     auto target = [](const Gradient& gradient, const char* name, bool& wanted) {
       GradientTarget t;
@@ -571,9 +599,13 @@ class CudaLayer final : public DeviceLayer {
     add_apart(gradients.weights.gate_up_bias, apart.gate_up_bias, config_.gate_up_rows(i));
     add_apart(gradients.weights.down_proj, apart.down_proj, h * i);
     add_apart(gradients.weights.down_bias, apart.down_bias, h);
+    launch(zero, stream);
+  }
+
+  static void launch(const ZeroTensors& zero, void* stream) {
     if (zero.count == 0) return;
     zero_tensors<<<264, 512, 0, static_cast<cudaStream_t>(stream)>>>(zero);
-    check_cuda(cudaGetLastError(), "launch of the zero gradients");
+    check_cuda(cudaGetLastError(), "launch of the zeros");
   }
 
   const Plan::Impl& plan_;
@@ -581,7 +613,8 @@ class CudaLayer final : public DeviceLayer {
   const std::size_t shared_count_;
   std::uint32_t gated_ = 0;
   schedule::TileShape tile_;
-  PassError* error_ = nullptr;  // written by the GPU
+  std::unique_ptr<CudaRanks> ranks_;  // null: one rank
+  PassError* error_ = nullptr;        // written by the GPU; of one rank
   TileEvent* trace_ = nullptr;  // [trace_blocks_, 2, trace_room], with PlanOptions::timeline
   int trace_blocks_ = 0;
   mutable std::mutex placement_mutex_;

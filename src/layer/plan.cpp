@@ -127,6 +127,7 @@ layer::Geometry Plan::Impl::geometry(std::int64_t tokens, const schedule::TileSh
   schedule::Sizes& s = g.sizes = layer::layer_sizes(config);
   s.ranks = g.ranks;
   s.rank = options.group.rank();
+  s.peer_access = g.ranks > 1 && options.device == DeviceKind::cuda;
   s.local_experts = g.local_experts;
   s.tokens = tokens;
   s.tile = tile;

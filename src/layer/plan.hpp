@@ -28,7 +28,7 @@ class DeviceLayer {
 };
 
 std::unique_ptr<DeviceLayer> make_cpu_layer(const Plan::Impl& plan);
-// Only in builds with CUDA. bfloat16 and one rank, on a GPU of compute capability 9.0; Error(unsupported) otherwise.
+// Only in builds with CUDA. bfloat16, on a GPU of compute capability 9.0; Error(unsupported) otherwise.
 std::unique_ptr<DeviceLayer> make_cuda_layer(const Plan::Impl& plan);
 
 }  // namespace moelith::layer

@@ -391,6 +391,46 @@ __global__ void __launch_bounds__(32 * row_warps_of<PerLane>) choose_experts(con
   }
 }
 
+// Where a rank's routes go, sorted by expert: with one rank they are the routed rows themselves, otherwise the other ranks
+// read them.
+struct RouteLists {
+  std::int64_t* begin;  // of expert e: begin[e * stride]
+  std::int64_t stride;
+  std::int32_t* routes;
+  float* weights;       // of each, or null
+
+  __device__ explicit RouteLists(const DeviceRouteJob& job) {
+    if (job.tables.ranks == 1) {
+      begin = job.layout.source_begin, stride = 2, routes = job.layout.row_route, weights = nullptr;
+    } else {
+      const RankTable table = table_of(job);
+      begin = table.offsets, stride = 1, routes = table.routes, weights = table.weights;
+    }
+  }
+  __device__ static RankTable table_of(const DeviceRouteJob& job) {
+    return job.tables.of_rank[job.tables.rank].of_pass(*job.tables.last_pass + 1);
+  }
+  __device__ void put(const DeviceRouteJob& job, std::int64_t place, std::int32_t route) const {
+    routes[place] = route;
+    if (weights) weights[place] = job.topk_weights[route];
+  }
+};
+
+// Several ranks: what lay_out() adds to this rank's table.
+__device__ void fill_table(const DeviceRouteJob& job, const std::int64_t* kept, std::int64_t valid) {
+  const RankTable table = RouteLists::table_of(job);
+  for (int e = threadIdx.x; e < job.num_experts; e += blockDim.x) table.counts[e] = job.counts[e];
+  if (threadIdx.x != 0) return;
+  table.header[RankTable::tokens] = job.tokens;
+  table.header[RankTable::valid_tokens] = *job.layout.valid_tokens = job.counts[job.num_experts] = valid;
+  std::int64_t begin = 0;
+  for (std::int32_t e = 0; e < job.num_experts; ++e) {
+    table.offsets[e] = begin;
+    begin += kept[e];
+  }
+  table.offsets[job.num_experts] = begin;
+}
+
 // One block: counts, losses, the layout, and where each unit's routes of an expert go.
 constexpr int layout_threads = 1024;
 __global__ void __launch_bounds__(layout_threads) lay_out(const __grid_constant__ DeviceRouteJob job, const Scratch scratch,
@@ -452,6 +492,7 @@ __global__ void __launch_bounds__(layout_threads) lay_out(const __grid_constant_
       kept[e] = capacity > 0 && all > capacity ? capacity : all;
       if (job.out_counts) job.out_counts[e] = kept[e];
       dot = double(all) * double(float(scores));
+      if (job.score_sums) job.score_sums[e] = float(scores);
       if (want_sums && sequence && units.units_per_sequence > 1) {
         // The loss is linear in each expert's share, so each thread adds up its own over the sequences.
         dot = 0.0;
@@ -493,7 +534,10 @@ __global__ void __launch_bounds__(layout_threads) lay_out(const __grid_constant_
   memory.layout.expert_rank[thread] = 0;
   const schedule::Layout layout = schedule::Layout::at(memory.layout.header, nullptr, 1, num_experts);
   __syncthreads();
-  if (thread == 0) {
+  const bool several = job.tables.ranks > 1;
+  if (several) {
+    fill_table(job, kept, valid);
+  } else if (thread == 0) {
     *layout.valid_tokens = valid;
     layout.tokens_of_rank[0] = job.tokens;
     auto fill = [&](const schedule::Sizes& sizes) {
@@ -518,6 +562,7 @@ __global__ void __launch_bounds__(layout_threads) lay_out(const __grid_constant_
     }
   }
   __syncthreads();
+  if (several) return;
   const std::int64_t header_length = schedule::Layout::header_length(1, num_experts);
   for (std::int64_t i = thread; i < header_length; i += layout_threads) job.layout.valid_tokens[i] = memory.layout.header[i];
 }
@@ -530,15 +575,16 @@ __global__ void __launch_bounds__(32) place_routes(const __grid_constant__ Devic
   const std::int64_t u = blockIdx.x, first = units.begin(u) * job.top_k, last = units.end(u) * job.top_k;
   for (int e = lane; e < job.num_experts; e += 32) placed[e] = scratch.unit_begin[u * job.num_experts + e];
   __syncwarp();
-  std::int32_t* list = capacity ? scratch.list : job.layout.row_route;
+  const RouteLists lists(job);
   for (std::int64_t from = first; from < last; from += 32) {
     const std::int64_t route = from + lane;
     const std::int32_t id = route < last ? job.topk_ids[route] : -1;
     const unsigned same = __match_any_sync(all_lanes, id);
     const int before = __popc(same & ((1u << lane) - 1));
-    if (id >= 0) {
-      const std::int64_t begin = capacity ? scratch.list_begin[id] : job.layout.source_begin[2 * std::int64_t(id)];
-      list[begin + placed[id] + before] = std::int32_t(route);
+    if (id >= 0 && capacity) {
+      scratch.list[scratch.list_begin[id] + placed[id] + before] = std::int32_t(route);
+    } else if (id >= 0) {
+      lists.put(job, lists.begin[id * lists.stride] + placed[id] + before, std::int32_t(route));
     }
     __syncwarp();
     if (id >= 0 && before == 0) placed[id] += __popc(same);
@@ -578,7 +624,8 @@ __global__ void __launch_bounds__(capacity_threads) drop_routes(const __grid_con
     }
     ties = capacity - count_from(threshold, true);
   }
-  std::int64_t begin = job.layout.source_begin[2 * std::int64_t(e)];
+  const RouteLists lists(job);
+  std::int64_t begin = lists.begin[e * lists.stride];
   for (std::int64_t from = 0; from < count; from += capacity_threads) {
     const std::int64_t i = from + thread;
     const std::uint32_t key = i < count && by_score ? key_of(i) : 0u;
@@ -604,7 +651,7 @@ __global__ void __launch_bounds__(capacity_threads) drop_routes(const __grid_con
     if (i < count) {
       const std::int32_t route = routes[i];
       if (keep) {
-        job.layout.row_route[begin + place] = route;
+        lists.put(job, begin + place, route);
       } else {
         job.topk_ids[route] = -1;
         job.topk_weights[route] = 0.0f;
@@ -616,6 +663,30 @@ __global__ void __launch_bounds__(capacity_threads) drop_routes(const __grid_con
     ties = ties > tie_total ? ties - tie_total : 0;
     __syncthreads();
   }
+}
+
+// --- several ranks ---------------------------------------------------------------------------------------------------
+
+// One block.
+__global__ void __launch_bounds__(layout_threads) global_aux_loss(const __grid_constant__ DeviceRouteJob job) {
+  __shared__ double reduction[32];
+  const RankTables& tables = job.tables;
+  if (*tables.stopped) return;
+  const unsigned long long pass = *tables.last_pass;
+  const int e = threadIdx.x;
+  double dot = 0.0;
+  if (e < job.num_experts) {
+    std::int64_t all = 0;
+    for (int r = 0; r < tables.ranks; ++r) all += tables.of_rank[r].of_pass(pass).counts[e];
+    job.counts[e] = all;
+    dot = double(all) * double(job.score_sums[e]);
+  }
+  const double sum = block_sum(dot, reduction);
+  if (e != 0) return;
+  std::int64_t tokens = 0;
+  for (int r = 0; r < tables.ranks; ++r) tokens += tables.of_rank[r].of_pass(pass).header[RankTable::valid_tokens];
+  job.counts[job.num_experts] = tokens;
+  if (job.aux_loss) *job.aux_loss = float(aux_from_dot(job.config.aux_loss_coefficient, job.num_experts, sum, job.top_k, tokens));
 }
 
 // --- backward --------------------------------------------------------------------------------------------------------
@@ -799,6 +870,25 @@ void with_row(std::int32_t num_experts, F&& f) {
 
 std::size_t device_router_scratch_bytes(const RouterConfig& config, std::int32_t num_experts, std::int32_t top_k, std::int64_t tokens) {
   return Scratch::over(nullptr, config, num_experts, top_k, tokens).bytes;
+}
+
+void prepare_device_router(std::int32_t num_experts) {
+  auto load = [](auto* kernel) {
+    cudaFuncAttributes attributes;
+    const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
+    if (status != cudaSuccess) throw Error(Status::device_error, std::string("kernels of the router: ") + cudaGetErrorString(status));
+  };
+  with_row(num_experts, [&]<int PerLane>() { load(choose_experts<PerLane>), load(route_gradient<PerLane>); });
+  load(lay_out), load(place_routes), load(drop_routes), load(global_aux_loss);
+}
+
+bool wants_global_aux_loss(const DeviceRouteJob& job) {
+  return job.tables.ranks > 1 && job.logits.data && job.config.aux_loss == AuxLossKind::global;
+}
+
+void device_global_aux_loss(const DeviceRouteJob& job, void* stream) {
+  global_aux_loss<<<1, layout_threads, 0, static_cast<cudaStream_t>(stream)>>>(job);
+  check_launch("launch of the global aux loss");
 }
 
 void device_route(const DeviceRouteJob& job, void* stream) {

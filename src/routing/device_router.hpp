@@ -1,5 +1,5 @@
 // The router on a GPU: the rules of router.hpp, capacity.hpp and token_order.hpp as kernels on one stream, for float
-// accumulators and one rank. Nothing is read back, allocated, cleared or copied by the host; every sum has a fixed order
+// accumulators and one rank's tokens. Nothing is read back, allocated, cleared or copied by the host; every sum has a fixed order
 // that depends on T, E and k alone.
 //
 // Forward is three launches (four with capacity), backward one. All pointers but those inside RouterConfig's plain values
@@ -11,8 +11,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "moelith/config.hpp"
+#include "moelith/limits.hpp"
+#include "numerics/host_device.hpp"
 #include "schedule/extents.hpp"
 
 namespace moelith::routing {
@@ -27,6 +30,37 @@ struct DeviceFloats {
 struct ZeroRange {
   unsigned long long* begin = nullptr;
   std::int64_t count = 0;
+};
+
+// What a rank lets the others read, in its symmetric memory: twice, for odd and for even passes, since a rank may begin
+// a pass while another still reads the tables of the one before.
+struct RankTable {
+  std::int64_t* header = nullptr;   // [header_length], by name:
+  enum : int { tokens, valid_tokens, saves, x, x_stride, dy, dy_stride, header_length };  // x, dy: bytes from the header
+  std::int64_t* offsets = nullptr;  // [E + 1]: where each global expert's routes begin
+  std::int64_t* counts = nullptr;   // [E] before capacity
+  std::int32_t* routes = nullptr;   // [T k], sorted by expert, in order of tokens and slots
+  float* weights = nullptr;         // [T k] likewise
+  std::int64_t to_odd = 0;          // bytes from these, of even passes, to those of odd ones
+
+  MOELITH_HD RankTable of_pass(unsigned long long pass) const {
+    RankTable table = *this;
+    if (pass % 2 == 0) return table;
+    auto move = [&](auto*& pointer) {
+      pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(reinterpret_cast<char*>(pointer) + to_odd);
+    };
+    move(table.header), move(table.offsets), move(table.counts), move(table.routes), move(table.weights);
+    return table;
+  }
+};
+
+// All ranks' tables, as one of them sees them.
+struct RankTables {
+  std::int32_t ranks = 1, rank = 0;
+  RankTable of_rank[limits::device_ranks];
+  // Of this rank, in device memory: the number of the last pass that it has begun, and whether it has given up (not 0).
+  unsigned long long* last_pass = nullptr;
+  unsigned long long* stopped = nullptr;
 };
 
 struct DeviceRouteJob {
@@ -53,7 +87,9 @@ struct DeviceRouteJob {
   std::int32_t* chosen_ids = nullptr;              // [T, k] before capacity; null without capacity
   std::int64_t* counts = nullptr;                  // [E + 1]: before capacity, and the valid tokens
   schedule::Sizes sizes;
-  schedule::Layout layout;                         // written, row_route included
+  schedule::Layout layout;                         // written, row_route included; of several ranks valid_tokens alone
+  RankTables tables;                               // of several ranks this rank's is written, for the next pass
+  float* score_sums = nullptr;                     // [E], for device_global_aux_loss
 
   // Optional results for the caller.
   std::int32_t* out_ids = nullptr;
@@ -95,6 +131,12 @@ struct DeviceRouteGradientJob {
 
 std::size_t device_router_scratch_bytes(const RouterConfig& config, std::int32_t num_experts, std::int32_t top_k,
                                         std::int64_t tokens);
+// Loads the kernels of these functions: a kernel's first launch might otherwise wait for others that wait for this rank.
+void prepare_device_router(std::int32_t num_experts);
+// Several ranks: the aux loss of all their tokens, when their tables are there for this pass; leaves their counts and
+// valid tokens in `counts`. Of `job` it reads config, num_experts, top_k, tables, score_sums.
+bool wants_global_aux_loss(const DeviceRouteJob& job);
+void device_global_aux_loss(const DeviceRouteJob& job, void* stream);
 // stream: a cudaStream_t. Throws Error(device_error).
 void device_route(const DeviceRouteJob& job, void* stream);
 void device_route_gradient(const DeviceRouteGradientJob& job, void* stream);

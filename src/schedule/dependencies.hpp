@@ -6,7 +6,10 @@
 //   arrivals  of each rank, raised by every rank that wrote into it. Cleared by their owner at the end of a pass, which is
 //             safe: others raise them only for rows that they pulled from the owner in the next pass, after it began it;
 //   flags     of each rank, each written by one other rank: the number (epoch) of the pass for which something is there.
-//             They only grow and are never cleared.
+//             They only grow and are never cleared. Ranks with peer_access await those of the others' tables before the
+//             pass, so that nobody's rows or slots are touched before it has begun the pass. Combine waits for all rows of
+//             the rank's tokens to come back; what is read of them after that (the sm_90a executor's x in backward) the
+//             reader says by rows_pulled, which the last block of a pass awaits, so that nobody ends it too early.
 //
 // Each output is written exactly once: a tile owns the [rows, columns] rectangle of its stage's output that its indices
 // name; rectangles of one stage do not overlap and cover the whole (tile_order.hpp decodes each index to another tile).
@@ -28,7 +31,7 @@ struct CounterMap {
   // arrivals
   std::int64_t rows_arrived, dprob_arrived, arrivals_size;
   // flags
-  std::int64_t table_ready, chunk_ready, flags_size;
+  std::int64_t table_ready, rows_pulled, chunk_ready, flags_size;
 
   static MOELITH_HD CounterMap of(const Sizes& sizes) {
     CounterMap map{};
@@ -36,15 +39,16 @@ struct CounterMap {
     map.layout_ready = 0;
     map.collected = 1;
     map.dispatched = map.collected + sizes.local_experts;
-    map.gate_up_done = map.dispatched + (sizes.ranks > 1 ? sizes.ranks * sizes.max_chunks : 0);
+    map.gate_up_done = map.dispatched + (sizes.has_transfers() ? sizes.ranks * sizes.max_chunks : 0);
     map.down_dgrad_done = map.gate_up_done + blocks;
     map.local_size = map.down_dgrad_done + blocks;
     map.rows_arrived = 0;
     map.dprob_arrived = sizes.hidden_tiles();
     map.arrivals_size = map.dprob_arrived + 1;
     map.table_ready = 0;
-    map.chunk_ready = sizes.ranks;
-    map.flags_size = map.chunk_ready + sizes.ranks * sizes.max_chunks;
+    map.rows_pulled = sizes.ranks;
+    map.chunk_ready = map.rows_pulled + (sizes.peer_access ? sizes.ranks : 0);
+    map.flags_size = map.chunk_ready + (sizes.has_transfers() ? sizes.ranks * sizes.max_chunks : 0);
     return map;
   }
 };
@@ -88,7 +92,7 @@ MOELITH_HD bool for_each_wait(const Pass& pass, const CounterMap& map, const Til
   };
   // The dispatched chunks that the rows of a block come from. Rows are in token order, so they form a range per rank.
   auto dispatched_rows = [&]() -> bool {
-    if (sizes.ranks == 1 || shared) return true;
+    if (!sizes.has_transfers() || shared) return true;
     if (sizes.direction == Direction::forward && !local(map.collected + tile.expert, 1, 1)) return false;
     const RowRange rows = tile_rows(pass, tile);
     for (std::int32_t r = 0; r < sizes.ranks; ++r) {

@@ -60,6 +60,8 @@ struct TileShape {
 struct Sizes {
   Direction direction = Direction::forward;
   std::int32_t ranks = 1, rank = 0;
+  bool peer_access = false;                              // several ranks read each other's tables and rows where they
+                                                         // lie, and exchange tables before a pass begins
   std::int32_t local_experts = 0;                        // L
   std::int32_t shared_experts = 0;                       // S
   std::int32_t top_k = 1;
@@ -79,6 +81,8 @@ struct Sizes {
   bool want_gate_up_wgrad = true, want_down_wgrad = true;
   bool want_gate_up_bias_grad = false, want_down_bias_grad = false;
 
+  // Whether tables and rows travel by tiles of their own: publish, layout, collect, dispatch.
+  MOELITH_HD bool has_transfers() const { return ranks > 1 && !peer_access; }
   MOELITH_HD std::int32_t expert_slots() const { return local_experts + shared_experts; }
   MOELITH_HD bool is_shared(std::int32_t slot) const { return slot >= local_experts; }
   MOELITH_HD std::int64_t width(std::int32_t slot) const {

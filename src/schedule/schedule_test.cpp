@@ -84,6 +84,7 @@ Sizes random_sizes(Random& random, const Routing& routing) {
   Sizes s;
   s.direction = random() % 2 ? Direction::forward : Direction::backward;
   s.ranks = routing.ranks;
+  s.peer_access = random() % 3 == 0;
   s.top_k = routing.top_k;
   s.shared_experts = static_cast<std::int32_t>(random() % 4);
   s.hidden_size = 8 * (1 + below(random, 40));
@@ -188,7 +189,7 @@ std::vector<Key> expected_tiles(const Routing& routing, const Rank& rank) {
     }
   };
   const bool forward = s.direction == Direction::forward;
-  if (s.ranks > 1) {
+  if (s.ranks > 1 && !s.peer_access) {
     grid(Stage::publish, 0, s.tokens, s.chunk_tokens, 1, 1);
     if (forward) keys.emplace_back(int(Stage::layout), 0, 0, 0);
     for (std::int32_t e = 0; forward && e < s.local_experts; ++e) keys.emplace_back(int(Stage::collect), e, 0, 0);
@@ -416,7 +417,7 @@ class Oracle {
     for (std::size_t r = 0; r < ranks_.size(); ++r) {
       const Sizes& s = ranks_[r].pass.sizes;
       const Memory& m = memory_[r];
-      const bool forward = s.direction == Direction::forward, several = s.ranks > 1;
+      const bool forward = s.direction == Direction::forward, several = s.ranks > 1 && !s.peer_access;
       for (std::int32_t slot = 0; slot < s.local_experts + s.shared_experts; ++slot) {
         const std::string where = what + ", rank " + std::to_string(r) + ", slot " + std::to_string(slot);
         EXPECT_TRUE(m.gate_up[slot].is(forward || s.recompute)) << where;
@@ -464,7 +465,7 @@ class Oracle {
   // x (in backward: dY) of the row's token, and in forward the table entries that name it.
   bool token_there(int rank, std::int32_t slot, std::int64_t row) const {
     const Sizes& s = ranks_[rank].pass.sizes;
-    if (slot >= s.local_experts || s.ranks == 1) return true;
+    if (slot >= s.local_experts || s.ranks == 1 || s.peer_access) return true;
     if (s.direction == Direction::forward && memory_[rank].collected[slot] == 0) return false;
     const auto [source, route] = ranks_[rank].rows[slot][row];
     return source == rank || memory_[rank].received[source].all(route / s.top_k);
@@ -527,7 +528,8 @@ struct Machine {
   // Tiles from here on need the Layout of several ranks' forward.
   bool decodable(std::int32_t r, std::int64_t index) const {
     const Rank& rank = ranks[r];
-    const bool late = rank.pass.sizes.ranks > 1 && rank.pass.sizes.direction == Direction::forward;
+    const Sizes& s = rank.pass.sizes;
+    const bool late = s.ranks > 1 && !s.peer_access && s.direction == Direction::forward;
     return !late || index < prologue_tiles(rank.pass) || rank.counters[0][rank.map.layout_ready] == 1;
   }
   void expect_targets_met(const std::string& what) {

@@ -4,7 +4,8 @@
 //   backward:  publish | shared: [gate_up], down_dgrad, gate_up_dgrad | dispatch |
 //              routed: [gate_up], down_dgrad, gate_up_dgrad | weight and bias gradients mixed evenly with combine
 //
-// (publish, layout, collect, dispatch: with several ranks only; [gate_up]: when recomputing.)
+// (publish, layout, collect, dispatch: with several ranks only, and not among those with peer_access, which have exchanged
+// their tables before the pass and read x and dY where they lie; [gate_up]: when recomputing.)
 //
 // Order across ranks: by section, then rank, then index. Every tile waits only for tiles before it in that order
 // (dependencies.hpp lists the waits): within a rank because each stage of a pipelined section follows the one it reads,
@@ -173,7 +174,7 @@ MOELITH_HD inline Tile weight_gradient_tile(const Sizes& sizes, std::int64_t ind
 MOELITH_HD inline std::int64_t prologue_tiles(const Pass& pass) {
   const Sizes& sizes = pass.sizes;
   std::int64_t count = 0;
-  if (sizes.ranks > 1) {
+  if (sizes.has_transfers()) {
     count += ceil_div(sizes.tokens, sizes.chunk_tokens);
     if (sizes.direction == Direction::forward) count += 1;
   }
@@ -184,7 +185,7 @@ MOELITH_HD inline std::int64_t prologue_tiles(const Pass& pass) {
 MOELITH_HD inline std::int64_t tile_count(const Pass& pass) {
   const Sizes& sizes = pass.sizes;
   std::int64_t count = prologue_tiles(pass);
-  if (sizes.ranks > 1) {
+  if (sizes.has_transfers()) {
     if (sizes.direction == Direction::forward) count += sizes.local_experts;
     count += pass.layout.chunk_begin[sizes.ranks];
   }
@@ -197,7 +198,7 @@ MOELITH_HD inline std::int64_t tile_count(const Pass& pass) {
 // At most so many tiles, whatever the routing.
 inline std::int64_t max_tile_count(const Sizes& sizes) {
   std::int64_t count = combine_tiles(sizes);
-  if (sizes.ranks > 1) count += ceil_div(sizes.tokens, sizes.chunk_tokens) + 1 + sizes.local_experts + sizes.ranks * sizes.max_chunks;
+  if (sizes.has_transfers()) count += ceil_div(sizes.tokens, sizes.chunk_tokens) + 1 + sizes.local_experts + sizes.ranks * sizes.max_chunks;
   if (sizes.local_experts > 0) count += pipeline_of(sizes, 0, sizes.max_row_blocks).size();
   for (std::int32_t s = 0; s < sizes.shared_experts; ++s) {
     count += pipeline_of(sizes, sizes.local_experts + s, sizes.shared_row_blocks()).size();
@@ -209,7 +210,7 @@ inline std::int64_t max_tile_count(const Sizes& sizes) {
 // The tile at an index in [0, tile_count). Needs the whole Layout from prologue_tiles on.
 MOELITH_HD inline Tile tile_at(const Pass& pass, std::int64_t index) {
   const Sizes& sizes = pass.sizes;
-  if (sizes.ranks > 1) {
+  if (sizes.has_transfers()) {
     const std::int64_t chunks = ceil_div(sizes.tokens, sizes.chunk_tokens);
     if (index < chunks) return {Stage::publish, 0, index, 0};
     index -= chunks;
@@ -227,7 +228,7 @@ MOELITH_HD inline Tile tile_at(const Pass& pass, std::int64_t index) {
     }
     index -= p.size();
   }
-  if (sizes.ranks > 1) {
+  if (sizes.has_transfers()) {
     if (sizes.direction == Direction::forward) {
       if (index < sizes.local_experts) return {Stage::collect, std::int32_t(index), 0, 0};
       index -= sizes.local_experts;

@@ -19,6 +19,12 @@ class Single final : public Transport {
 
 }  // namespace
 
+std::shared_ptr<const DeviceMemory> Transport::device_memory(std::uint64_t, std::uint64_t) {
+  throw Error(Status::unsupported, "group: its " + std::to_string(size()) +
+                                       " ranks share the host's memory alone, accepted on device cuda are ranks of one "
+                                       "process (Group::threads)");
+}
+
 std::shared_ptr<Transport> make_single() { return std::make_shared<Single>(); }
 
 }  // namespace moelith::transport

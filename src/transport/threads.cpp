@@ -1,4 +1,5 @@
-// Ranks as threads of one process: what the sanitizers can see whole.
+// Ranks as threads of one process: what the sanitizers can see whole. In builds with CUDA also the ranks of one process
+// that work on GPUs.
 #include <algorithm>
 #include <condition_variable>
 #include <mutex>
@@ -6,6 +7,9 @@
 
 #include "moelith/tensor.hpp"
 #include "transport/transport.hpp"
+#if defined(MOELITH_WITH_CUDA)
+#include "transport/device_memory.hpp"
+#endif
 
 namespace moelith::transport {
 namespace {
@@ -105,6 +109,12 @@ class Threads final : public Transport {
     });
   }
 
+#if defined(MOELITH_WITH_CUDA)
+  std::shared_ptr<const DeviceMemory> device_memory(std::uint64_t layout, std::uint64_t bytes) override {
+    return device_shares_.share(*this, layout, bytes);
+  }
+#endif
+
   std::byte* memory(int rank) const override { return shared_->memory[rank].get(); }
   std::uint64_t* arrivals(int rank) const override { return shared_->arrivals[rank].data(); }
   std::uint64_t* flags(int rank) const override { return shared_->flags[rank].data(); }
@@ -114,6 +124,9 @@ class Threads final : public Transport {
     if (!shared_->has_failed) shared_->reason = "rank " + std::to_string(rank()) + ": " + reason;
     shared_->has_failed = true;
     shared_->changed.notify_all();
+#if defined(MOELITH_WITH_CUDA)
+    device_shares_.stop();
+#endif
   }
   bool failed() const override { return shared_->has_failed; }
   void require_usable() const override {
@@ -130,6 +143,9 @@ class Threads final : public Transport {
 
  private:
   std::shared_ptr<Shared> shared_;
+#if defined(MOELITH_WITH_CUDA)
+  DeviceShares device_shares_;
+#endif
 };
 
 }  // namespace

@@ -37,6 +37,20 @@ class Waiting {
   std::chrono::steady_clock::duration time_{};
 };
 
+// Host memory that the kernels of all ranks reach. All zero at first.
+struct HostWords {
+  std::int32_t stop = 0;                   // not 0 once the group has failed: kernels' waits end
+  alignas(16) std::byte report[64] = {};  // what a kernel gave up, in its executor's own terms
+};
+
+// Symmetric memory on the GPUs of the ranks.
+struct DeviceMemory {
+  std::vector<std::byte*> rank;  // [R], each as this rank addresses it: aligned to 256 bytes, all zero at first
+  std::shared_ptr<HostWords> words;
+  int sharing = 1;               // how many of the ranks are on this rank's GPU
+  std::shared_ptr<void> own;     // keeps rank[rank()] alive
+};
+
 class Transport {
  public:
   virtual ~Transport() = default;
@@ -51,6 +65,11 @@ class Transport {
   // Collective, outside of passes. Makes each rank's symmetric memory at least that large (bytes; numbers of counters);
   // addresses may change, contents are lost, arrivals are 0 and flags stand at the last pass. Memory never shrinks.
   virtual void reserve(std::uint64_t bytes, std::int64_t arrivals, std::int64_t flags) = 0;
+
+  // Collective, outside of passes. Memory of this rank's current GPU, `bytes` bytes of it, for passes whose symmetric
+  // memory is laid out as `layout` says, a number that is alike on all ranks and stands for their sizes too. It lives as
+  // long as it is kept. Throws Error(unsupported) naming the ranks whose GPUs cannot be reached by load and store.
+  virtual std::shared_ptr<const DeviceMemory> device_memory(std::uint64_t layout, std::uint64_t bytes);
 
   // Of any rank; valid until the next reserve. Memory is aligned to 256 bytes.
   virtual std::byte* memory(int rank) const = 0;

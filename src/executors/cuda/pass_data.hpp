@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "moelith/limits.hpp"
 #include "numerics/activation.hpp"
 #include "numerics/bfloat16.hpp"
 #include "numerics/host_device.hpp"
@@ -75,12 +76,30 @@ struct PassCounters {
   unsigned long long* arrivals = nullptr;  // [CounterMap::arrivals_size]
   unsigned long long* control = nullptr;   // [control_counters], by name:
   static constexpr int next_tile = 0, finished_blocks = 1, next_first_rows = 2, next_description = 3, described = 4,
-                       control_counters = 5;
+                       pulled_parts = 5, control_counters = 6;
 };
 
-// Why a pass gave up, written to host-visible memory; stage -1: it did not.
+// Why a pass gave up, written to host-visible memory, which is all zero where none did.
 struct PassError {
-  std::int32_t stage = -1, expert = 0, row_block = 0, claimed = 0;  // claimed: 1 once a block writes the others
+  enum : std::int32_t { none, being_written, there };
+  std::int32_t state = none;
+  std::int32_t stage = 0, expert = 0, row_block = 0;
+  std::int32_t rank = 0;      // that gave up
+  std::int32_t awaited = -1;  // the rank that it waited for; -1: several, or its own work
+  std::int32_t saving = -1;   // 0 or 1 where forwards disagree: whether `rank` saves for a backward; `awaited` does not
+};
+
+// Where the rows of all ranks are, as one of them addresses them; in device memory. The last line changes with each pass.
+struct Peers {
+  static constexpr int most = limits::device_ranks;
+  bfloat16* slots[most];                // [T k, H] of that rank's routes
+  float* dprob[most];                   // [T k, dprob_groups]
+  unsigned long long* arrivals[most];   // [CounterMap::arrivals_size]
+  unsigned long long* pulled[most];     // [R] flags, CounterMap::rows_pulled
+  struct Rows {
+    const bfloat16* data;
+    std::int64_t stride;
+  } x[most], dy[most];
 };
 
 // What one computing warpgroup did with one tile.
@@ -92,11 +111,18 @@ struct TileEvent {
 };
 
 struct PassData {
-  schedule::Pass pass;  // ranks == 1
+  schedule::Pass pass;  // of several ranks with peer_access
   PassCounters counters;
   void* tiles = nullptr;       // sm90_tile_table_bytes(pass.sizes), aligned to 16: written and read by the pass
   PassError* error = nullptr;  // host-visible, or null
   unsigned long long wait_limit_ns = 10'000'000'000ull;
+  // Several ranks only.
+  const Peers* peers = nullptr;
+  const std::uint8_t* row_rank = nullptr;       // [total_rows] the rank that a routed row came from,
+  const float* row_weight = nullptr;            // [total_rows] and its weight
+  const unsigned long long* last_pass = nullptr;  // [1] the number of this pass
+  const unsigned long long* stopped = nullptr;  // [1] not 0: the exchange before this pass gave up
+  std::int32_t* stop = nullptr;                 // [1] host-visible: not 0 once the group has failed
   TileEvent* trace = nullptr;  // [blocks, 2, trace_room], zeroed by the caller; null: no timeline
   std::int32_t trace_room = 0;
   numerics::Activation activation;
@@ -136,7 +162,10 @@ std::size_t sm90_tile_table_bytes(schedule::Sizes sizes);
 
 // Launches the persistent kernel of the pass on `stream` (a cudaStream_t), on at most `blocks` SMs (0: all; at
 // least 2, and an even number).
-// pass.sizes.tile must be sm90_tile_shape(columns, gate_up_factor, top_k). Throws Error(device_error).
+// pass.sizes.tile must be sm90_tile_shape(columns, gate_up_factor, top_k), of several ranks with 192 columns. Throws
+// Error(device_error).
 void sm90_run_pass(const PassData& data, int blocks, void* stream);
+// Loads the kernels of several ranks: a kernel's first launch might otherwise wait for others that wait for this rank.
+void sm90_prepare_ranks();
 
 }  // namespace moelith::executors::cuda

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "executors/cuda/sm90_multiply.cuh"
+#include "executors/cuda/sm90_ranks.cuh"
 
 namespace moelith::executors::cuda::sm90 {
 
@@ -179,8 +180,9 @@ __device__ __forceinline__ void store_rounded(const RoundedSums<N>& sums, int ro
 
 // --- down, gate_up_dgrad: rows to their slots ------------------------------------------------------------------------
 
-// slots[row_index[r], column ..] = rounded (sum + bias); bias: of the tile's first column, or null
-template <int N>
+// slots[row_index[r], column ..] = rounded (sum + bias), at the rank of each row; bias: of the tile's first column, or
+// null
+template <int N, bool Ranks>
 __device__ __forceinline__ void rows_to_slots(Sums<N>& sums, const Work& work, const bf16* bias, bf16* slots,
                                               std::int64_t hidden, const Warp& warp) {
   if (bias) {
@@ -188,14 +190,14 @@ __device__ __forceinline__ void rows_to_slots(Sums<N>& sums, const Work& work, c
     add_staged_bias(sums, warp.staging, warp.lane);
   }
   store_rounded(RoundedSums<N>(sums), work.rows, work.columns, warp,
-                [&](int row) { return slots + work.row_index[row] * hidden + work.column; });
+                [&](int row) { return slot_of_row<Ranks>(work, slots, hidden, row) + work.column; });
 }
 
 // --- gate_up ---------------------------------------------------------------------------------------------------------
 
 // Of each 64 columns of the sums, 32 are gate columns and 32 the up columns that belong to them; without a gate all are
 // columns of the output.
-template <int N>
+template <int N, bool Ranks>
 __device__ __forceinline__ void activate_rows(const PassData& data, Sums<N>& sums, const Work& work, const Warp& warp) {
   const schedule::Sizes& sizes = data.pass.sizes;
   const ExpertGroup& tensors = data.groups[work.group];
@@ -233,7 +235,7 @@ __device__ __forceinline__ void activate_rows(const PassData& data, Sums<N>& sum
         row_there[i] = row < work.rows;
         z_place[i] = (work.row_begin + row) * pre_width + work.column + octet * 8;
         a_place[i] = (work.row_begin + row) * width + work.column + octet * 8;
-        factor[i] = weighted && row_there[i] ? __ldg(data.topk_weights + work.row_index[row]) : 1.0f;
+        factor[i] = weighted && row_there[i] ? weight_of_row<Ranks>(data, work, row) : 1.0f;
       }
 #pragma unroll 1
       for (int slab = 0; slab * slab_columns < columns; ++slab) {
@@ -275,7 +277,7 @@ __device__ __forceinline__ void activate_rows(const PassData& data, Sums<N>& sum
 
 // With d = the sum (dA before the route's weight p) and z as saved: A = act(z), dprob = <d, rounded A> over each 64
 // columns, dz = p d act'(z), and p A for the gradient of down_proj.
-template <ActivationKind Kind, int N>
+template <ActivationKind Kind, int N, bool Ranks>
 __device__ __forceinline__ void activation_gradient_of(const PassData& data, const Sums<N>& sums, const Work& work,
                                                        const Warp& warp) {
   constexpr int all_slabs = N / 32;
@@ -310,7 +312,7 @@ __device__ __forceinline__ void activation_gradient_of(const PassData& data, con
       const int index = work.row_index[row];
       weight[i] = 1.0f;
       if (work.group == 0) {
-        weight[i] = __ldg(data.topk_weights + index);
+        weight[i] = weight_of_row<Ranks>(data, work, row);
       } else if (data.shared_gates) {
         weight[i] = __ldg(data.shared_gates + std::int64_t(index) * sizes.shared_experts + work.group - 1);
       }
@@ -363,8 +365,7 @@ __device__ __forceinline__ void activation_gradient_of(const PassData& data, con
       for (int i = 0; i < 2; ++i) {
         dot[i] += __shfl_xor_sync(~0u, dot[i], 2);
         if (slab % 2 == 1 && octet == 0 && first_row + 8 * i < work.rows && offset - 32 < columns) {
-          tensors.dprob[std::int64_t(work.row_index[first_row + 8 * i]) * tensors.dprob_groups +
-                        (work.column + offset - 32) / 64] = dot_before[i] + dot[i];
+          dprob_of_row<Ranks>(work, tensors, first_row + 8 * i, (work.column + offset - 32) / 64) = dot_before[i] + dot[i];
         }
         dot_before[i] = dot[i];
       }
@@ -373,11 +374,12 @@ __device__ __forceinline__ void activation_gradient_of(const PassData& data, con
   }
 }
 
-template <int N>
+template <int N, bool Ranks>
 __device__ __forceinline__ void activation_gradient(const PassData& data, const Sums<N>& sums, const Work& work,
                                                     const Warp& warp) {
-  numerics::with_activation_kind(data.activation.kind,
-                                 [&]<ActivationKind Kind>() { activation_gradient_of<Kind>(data, sums, work, warp); });
+  numerics::with_activation_kind(data.activation.kind, [&]<ActivationKind Kind>() {
+    activation_gradient_of<Kind, N, Ranks>(data, sums, work, warp);
+  });
   const schedule::Sizes& sizes = data.pass.sizes;
   const ExpertGroup& tensors = data.groups[work.group];
   const bool after_down = work.group > 0 || data.weight_after_down;
@@ -389,16 +391,16 @@ __device__ __forceinline__ void activation_gradient(const PassData& data, const 
     const bf16* bias = tensors.down_bias.of(work.expert, hidden);
     for (int row = warp.index; row < work.rows; row += 4) {
       const std::int64_t index = work.row_index[row];
-      const bf16* dy = data.dy + (work.group == 0 ? index / sizes.top_k : index) * data.dy_stride;
+      const bf16* dy = dy_of_row<Ranks>(data, work, work.row_begin + row, index);
       float dot = 0.0f;
       for (std::int64_t c = lane * 8; after_down && c < hidden; c += 256) {
         float u[8], v[8];
-        unpack(load_16(dy + c), u);
+        unpack(Ranks ? load_16_shared_by_sms(dy + c) : load_16(dy + c), u);
         unpack(load_16(bias + c), v);
         for (int j = 0; j < 8; ++j) dot += u[j] * v[j];
       }
       for (int distance = 16; distance > 0; distance /= 2) dot += __shfl_xor_sync(~0u, dot, distance);
-      if (lane == 0) tensors.dprob[index * tensors.dprob_groups + tensors.dprob_groups - 1] = dot;
+      if (lane == 0) dprob_of_row<Ranks>(work, tensors, row, tensors.dprob_groups - 1) = dot;
     }
   }
 }

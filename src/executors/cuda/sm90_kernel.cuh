@@ -16,13 +16,13 @@
 
 namespace moelith::executors::cuda::sm90 {
 
-// Launches the pass with output tiles of N columns. Throws Error(device_error).
-template <schedule::Direction Pass, int N>
+// Launches the pass with output tiles of N columns; Ranks: of several ranks. Throws Error(device_error).
+template <schedule::Direction Pass, int N, bool Ranks>
 void launch(const PassData& data, int blocks, cudaStream_t stream);
 
 using schedule::Direction;
 
-template <Direction Pass, int N>
+template <Direction Pass, int N, bool Ranks>
 __device__ __forceinline__ void compute_tiles(SharedMemory<N>& shared, int group) {
   using Shape = BlockShape<N>;
   const PassData& data = shared.data();
@@ -65,28 +65,28 @@ __device__ __forceinline__ void compute_tiles(SharedMemory<N>& shared, int group
     } else if (stage == Stage::gate_up) {
       Sums<N> sums;
       multiplied(sums, along_k, along_k);
-      activate_rows<N>(data, sums, work, Warp::now(shared));
+      activate_rows<N, Ranks>(data, sums, work, Warp::now(shared));
     } else if (stage == Stage::down && Pass == Direction::forward) {
       Sums<N> sums;
       multiplied(sums, along_k, along_k);
       const bf16* bias = tensors.down_bias ? tensors.down_bias.of(work.expert, hidden) + work.column : nullptr;
-      rows_to_slots<N>(sums, work, bias, tensors.slots, hidden, Warp::now(shared));
+      rows_to_slots<N, Ranks>(sums, work, bias, tensors.slots, hidden, Warp::now(shared));
     } else if constexpr (Pass == Direction::backward) {
       if (stage == Stage::down_dgrad) {
         constexpr int columns = Shape::down_dgrad_columns;
         Sums<columns> sums;
         multiplied(sums, along_k, along_mn);
-        activation_gradient<columns>(data, sums, work, Warp::now(shared));
+        activation_gradient<columns, Ranks>(data, sums, work, Warp::now(shared));
       } else if (stage == Stage::gate_up_dgrad) {
         Sums<N> sums;
         multiplied(sums, along_k, along_mn);
-        rows_to_slots<N>(sums, work, nullptr, tensors.slots, hidden, Warp::now(shared));
+        rows_to_slots<N, Ranks>(sums, work, nullptr, tensors.slots, hidden, Warp::now(shared));
       } else if (stage == Stage::gate_up_bias_grad || stage == Stage::down_bias_grad) {
         pass_turn();
         if (stage == Stage::gate_up_bias_grad) {
           gate_up_bias_gradient(data, work, thread_now() % 128);
         } else {
-          down_bias_gradient(data, work, thread_now() % 128);
+          down_bias_gradient<Ranks>(data, work, thread_now() % 128);
         }
       } else {
         Sums<N> sums;
@@ -116,7 +116,7 @@ __device__ __forceinline__ void compute_tiles(SharedMemory<N>& shared, int group
       }
       if (read_here) __threadfence();
       if (work.raised >= 0) add_release(data.counters.local + work.raised, 1);
-      if (work.raised_arrival >= 0) add_release(data.counters.arrivals + work.raised_arrival, 1);
+      raise_arrival<Ranks>(data, shared.peers(), work);
     }
     barrier_arrive(shared_address(&shared.work_empty[position.slot]));
     position.next();
@@ -125,12 +125,15 @@ __device__ __forceinline__ void compute_tiles(SharedMemory<N>& shared, int group
   named_barrier_arrive(barrier_end, end_threads);
 }
 
-template <Direction Pass, int N>
+template <Direction Pass, int N, bool Ranks>
 __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ Parameters p) {
   using Shape = BlockShape<N>;
   extern __shared__ __align__(1024) std::uint8_t raw[];  // at a constant address, which needs no register
   SharedMemory<N>& shared = *reinterpret_cast<SharedMemory<N>*>(raw);
   const int thread = threadIdx.x;
+  if constexpr (Ranks) {
+    if (*p.data.stopped) return;  // all blocks alike: the exchange has written it
+  }
   if (thread == 0) {
     for (int s = 0; s < Shape::stages; ++s) {
       barrier_init(shared_address(&shared.full[s]), full_arrivals);
@@ -153,31 +156,32 @@ __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ P
   };
   copy(shared.data_copy, p.data);
   copy(shared.map_copy, p.counter_map);
+  if constexpr (Ranks) copy(shared.peers_copy, *p.data.peers);
   cluster_sync();
-  describe_all<N>(shared, thread % 32);
-  pack_first_rows(shared.data(), shared.map(), thread % 32);
+  describe_all<N, Ranks>(shared, thread % 32);
+  pack_first_rows<Ranks>(shared.data(), shared.peers(), shared.map(), thread % 32);
   __syncthreads();
   if (thread < first_consumer) {
     registers_shrink<Shape::fetch_registers>();
     const int warp = thread / 32;
     if (warp == 0) {
-      if (cluster_rank() == 0) take_tiles<N>(shared, thread);
+      if (cluster_rank() == 0) take_tiles<N, Ranks>(shared, thread);
     } else if (warp == 1) {
       load_a<N>(p, shared, thread % 32);
     } else if (warp == 2) {
       load_b<N>(p, shared, thread % 32);
     } else {
-      hand_on_tiles<N>(shared, thread % 32);
+      hand_on_tiles<N, Ranks>(shared, thread % 32);
     }
   } else {
     registers_grow<Shape::compute_registers>();
-    compute_tiles<Pass, N>(shared, thread / 128 - 1);
+    compute_tiles<Pass, N, Ranks>(shared, thread / 128 - 1);
   }
   cluster_sync();  // the other block may still write here, or signal
 }
 
 // Number of SMs of the current device, on which the kernel may use its shared memory from the first call on.
-template <Direction Pass, int N>
+template <Direction Pass, int N, bool Ranks>
 int prepare_device() {
   constexpr int remembered = 32;  // devices
   static std::atomic<int> counts[remembered] = {};
@@ -188,13 +192,13 @@ int prepare_device() {
   }
   int count = 0;
   check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "multiprocessor count");
-  check(cudaFuncSetAttribute(run_pass<Pass, N>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes<N>),
+  check(cudaFuncSetAttribute(run_pass<Pass, N, Ranks>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes<N>),
         "shared memory of the pass");
   if (device < remembered) counts[device].store(count, std::memory_order_release);
   return count;
 }
 
-template <Direction Pass, int N>
+template <Direction Pass, int N, bool Ranks>
 void launch(const PassData& data, int blocks, cudaStream_t stream) {
   const schedule::Sizes& sizes = data.pass.sizes;
   Parameters p{};
@@ -205,10 +209,10 @@ void launch(const PassData& data, int blocks, cudaStream_t stream) {
     const ExpertGroup& group = data.groups[g];
     GroupMaps& maps = p.maps[g];
     const std::int64_t rows = g == 0 ? data.total_rows : sizes.tokens, pre_width = sizes.gate_up_factor * group.width;
-    if (group.experts == 0) continue;
     const std::int64_t hidden = sizes.hidden_size;
+    if (g == 0) encode(maps.slots, group.slots, 0, sizes.tokens * sizes.top_k, hidden, slot_rows<N>);
+    if (group.experts == 0) continue;
     if (g == 0) {
-      encode(maps.slots, group.slots, 0, sizes.tokens * sizes.top_k, hidden, slot_rows<N>);
       encode(maps.x, data.packed_x, 0, rows, hidden, box_rows);
       encode(maps.dy, data.packed_dy, 0, rows, hidden, box_rows);
     } else {
@@ -238,7 +242,7 @@ void launch(const PassData& data, int blocks, cudaStream_t stream) {
                               hidden, true);
     }
   }
-  const int multiprocessors = prepare_device<Pass, N>();
+  const int multiprocessors = prepare_device<Pass, N, Ranks>();
   if (blocks <= 0 || blocks > multiprocessors) blocks = multiprocessors;
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
@@ -251,7 +255,7 @@ void launch(const PassData& data, int blocks, cudaStream_t stream) {
   config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = 1;
-  check(cudaLaunchKernelEx(&config, run_pass<Pass, N>, p), forward ? "launch of forward" : "launch of backward");
+  check(cudaLaunchKernelEx(&config, run_pass<Pass, N, Ranks>, p), forward ? "launch of forward" : "launch of backward");
 }
 
 }  // namespace moelith::executors::cuda::sm90

@@ -6,6 +6,8 @@
 //     whoever takes it copies without waiting for anyone. So the order of the schedule still makes progress.
 //   - x in backward, which only the weight gradients read unless gate_up runs again: beside the tiles of gate_up_dgrad,
 //     those of their own row block, so that the tiles of down_dgrad have dY's rows alone to take along.
+// Rows of other ranks' tokens are read where they lie. What combine waits for says that the others have read this rank's
+// rows of forward, and of dY; of x in backward they say it themselves, the last to copy for all (rows_pulled).
 // The warp that hands on tiles copies, while the others load and compute: first it hands the tile on, then it copies, and
 // of what it has copied it tells when it would next have to wait (Packer::publish), so that nobody waits for it in vain.
 //
@@ -13,7 +15,7 @@
 // block; for x beside gate_up_dgrad, parts (one for each tile and block of the cluster) in down_dgrad_done.
 #pragma once
 
-#include "executors/cuda/sm90_pass.cuh"
+#include "executors/cuda/sm90_ranks.cuh"
 
 namespace moelith::executors::cuda::sm90 {
 
@@ -23,6 +25,10 @@ inline constexpr int packed_shift = 32;
 __device__ inline bool packs_x_later(const PassData& data) {
   const schedule::Sizes& sizes = data.pass.sizes;
   return sizes.direction == schedule::Direction::backward && !sizes.recompute && sizes.want_dx && data.packed_x;
+}
+// How many parts it comes in: one for each tile and block of the cluster.
+__device__ inline std::int64_t pulled_parts(const PassData& data) {
+  return packs_x_later(data) ? data.pass.routed_blocks() * data.pass.sizes.hidden_tiles() * cluster_blocks : 0;
 }
 // The stage that has rows of later blocks beside it.
 __device__ inline bool packs_ahead(const schedule::Sizes& sizes, Stage stage) {
@@ -37,11 +43,6 @@ __device__ inline schedule::RowRange rows_of_block(const schedule::Pass& pass, s
   return schedule::tile_rows(pass, schedule::routed_tile(pass, Stage::gate_up, block, 0));
 }
 
-// The token of routed row `row`, if that is before `last`.
-__device__ __forceinline__ unsigned token_of_row(const PassData& data, std::int64_t row, std::int64_t last) {
-  const unsigned route = row < last ? static_cast<unsigned>(data.pass.layout.row_route[row]) : 0;
-  return route / static_cast<unsigned>(data.pass.sizes.top_k);
-}
 // What this warp has written is there for the copy engine of whoever sees what is released after this.
 __device__ __forceinline__ void finish_packing() {
   fence_async_all();
@@ -50,7 +51,9 @@ __device__ __forceinline__ void finish_packing() {
 }
 
 // The first group's rows, by all warps of the blocks that are there: a block that starts late need not be waited for.
-__device__ __forceinline__ void pack_first_rows(const PassData& data, const schedule::CounterMap& map, int lane) {
+template <bool Ranks>
+__device__ __forceinline__ void pack_first_rows(const PassData& data, const Peers& peers, const schedule::CounterMap& map,
+                                                int lane) {
   const schedule::Pass& pass = data.pass;
   if (pass.sizes.local_experts == 0) return;
   constexpr int units = 16;  // of a block
@@ -79,13 +82,13 @@ __device__ __forceinline__ void pack_first_rows(const PassData& data, const sche
   for (std::int64_t unit = take(); unit < blocks * units; unit = take()) {
     const schedule::RowRange rows = rows_of_block(pass, unit / units);
     const std::int64_t first = rows.begin + unit % units;
-    const unsigned token = token_of_row(data, first + lane * units, rows.end);
+    const TokenOfRow<Ranks> mine(data, first + lane * units, rows.end);
     unsigned count = 0;
 #pragma unroll 1
     for (std::int64_t row = first; row < rows.end; row += units, ++count) {
-      const std::int64_t from = __shfl_sync(~0u, token, static_cast<int>(count));
-      if (x) copy(data.x + from * data.x_stride, x + row * hidden);
-      if (data.packed_dy) copy(data.dy + from * data.dy_stride, data.packed_dy + row * hidden);
+      const TokenOfRow<Ranks> from = mine.of_lane(static_cast<int>(count));
+      if (x) copy(from.x(data, peers), x + row * hidden);
+      if (data.packed_dy) copy(from.dy(data, peers), data.packed_dy + row * hidden);
     }
     finish_packing();
     if (lane == 0 && count > 0) {
@@ -97,7 +100,7 @@ __device__ __forceinline__ void pack_first_rows(const PassData& data, const sche
 
 // Rows beside tiles, by one warp through a piece of shared memory and the copy engine: many bytes under way, with few
 // registers.
-template <int N>
+template <int N, bool Ranks>
 class Packer {
  public:
   __device__ Packer(SharedMemory<N>& shared, int lane) : shared_(shared), lane_(lane) {}
@@ -114,6 +117,7 @@ class Packer {
     for (int begin = first; begin < last; begin += 32 * cluster_blocks) copy(x, dy, begin, last);
     counter_ = static_cast<int>(later ? map.down_dgrad_done : map.gate_up_done) + block;
     amount_ = later ? 1 : count;
+    later_ = later;
   }
   // Tells of the last tile's rows, once they have arrived in memory: not at once, since that takes a while, but before
   // this warp waits for anything that might wait for them.
@@ -125,6 +129,7 @@ class Packer {
       add_release(shared_.data().counters.local + counter_, static_cast<unsigned long long>(amount_) << packed_shift);
     }
     amount_ = 0;
+    if (Ranks && later_) count_pulled();
   }
   // .. unless the barrier's phase is complete, so that there is nothing to wait for.
   __device__ __forceinline__ void publish_unless(std::uint32_t barrier, std::uint32_t parity) {
@@ -133,6 +138,17 @@ class Packer {
 
  private:
   using Shape = BlockShape<N>;
+
+  // One part of x is there; the last tells the other ranks.
+  __device__ __forceinline__ void count_pulled() {
+    const PassData& data = shared_.data();
+    const std::int64_t parts = pulled_parts(data);
+    unsigned long long before = 0;
+    if (lane_ == 0) before = atomicAdd(data.counters.control + PassCounters::pulled_parts, 1ull);
+    if (__shfl_sync(~0u, before, 0) + 1 == static_cast<unsigned long long>(parts)) {
+      tell_rows_pulled(data, shared_.peers(), lane_);
+    }
+  }
 
   // Rows first, first + cluster_blocks, .. before last, 32 at most.
   __device__ __forceinline__ void copy(bool x, bool dy, int first, int last) {
@@ -143,10 +159,10 @@ class Packer {
               elements = ((hidden + pieces - 1) / pieces + 7) / 8 * 8, at_once = min(32, Shape::pack_bytes / (2 * elements)),
               per_row = pieces * ((x ? 1 : 0) + (dy ? 1 : 0));
     const int mine = first + lane_ * cluster_blocks;
-    const unsigned token = token_of_row(data, mine, last);
+    const TokenOfRow<Ranks> own(data, mine, last);
     if (mine < last) {  // all of them into the second-level cache at once
-      if (x) bulk_prefetch(data.x + token * data.x_stride, 2 * hidden);
-      if (dy) bulk_prefetch(data.dy + token * data.dy_stride, 2 * hidden);
+      if (x) bulk_prefetch(own.x(data, shared_.peers()), 2 * hidden);
+      if (dy) bulk_prefetch(own.dy(data, shared_.peers()), 2 * hidden);
     }
     __syncwarp();
     const int rows = min(32, (last - first + cluster_blocks - 1) / cluster_blocks), all = rows * per_row;
@@ -156,14 +172,14 @@ class Packer {
     for (int begin = 0; begin < all; begin += at_once) {
       const int piece = begin + lane_, r = piece / per_row, inside = piece - r * per_row;
       const bool there = lane_ < at_once && piece < all, of_x = x && inside < pieces;
-      const std::int64_t from = __shfl_sync(~0u, token, r & 31), to = first + r * cluster_blocks;
+      const TokenOfRow<Ranks> from = own.of_lane(r & 31);
+      const std::int64_t to = first + r * cluster_blocks;
       const int column = (of_x || !x ? inside : inside - pieces) * elements;
       const std::uint32_t bytes = there ? 2 * min(elements, hidden - column) : 0, sum = __reduce_add_sync(~0u, bytes);
       if (lane_ == 0) barrier_arrive_expect(full, sum);
       __syncwarp();
       if (there)
-        bulk_load(place, (of_x ? data.x + from * data.x_stride : data.dy + from * data.dy_stride) + column, bytes,
-                  full);
+        bulk_load(place, (of_x ? from.x(data, shared_.peers()) : from.dy(data, shared_.peers())) + column, bytes, full);
       barrier_wait(full, parity_);
       parity_ ^= 1;
       if (there) bulk_store((of_x ? data.packed_x : data.packed_dy) + to * hidden + column, place, bytes);
@@ -177,6 +193,7 @@ class Packer {
   const int lane_;
   std::uint32_t parity_ = 0;
   int counter_ = 0, amount_ = 0;  // not told yet
+  bool later_ = false;            // of x, beside gate_up_dgrad
 };
 
 }  // namespace moelith::executors::cuda::sm90

@@ -53,7 +53,8 @@ struct Parameters {
 // A tile, worked out (sm90_tiles.cuh): what is alike for both blocks of the cluster.
 struct alignas(16) TileDescription {
   Stage stage;
-  std::uint8_t unused[3] = {};           // it is copied as whole words
+  std::uint8_t unused = 0;               // it is copied as whole words
+  std::uint16_t raised_ranks = 0;        // a bit for each rank whose arrival counter the tile raises
   std::int32_t group, slot, expert;      // slot: schedule::Tile's expert; expert: index within the group's tensors
   std::int32_t row_block, column_block;  // of the tile
   std::int32_t rows;                     // of the output tile, 1 to 128; tokens of a combine tile
@@ -75,6 +76,7 @@ struct alignas(16) TileDescription {
   std::int32_t raised_arrival = -1;                     // arrival counter that it raises, or -1
   std::int32_t pack_block = -1, pack_row, pack_rows;    // rows to pack beside it, and their row block; -1: none
 };
+static_assert(limits::device_ranks <= 16);  // bits of raised_ranks
 static_assert(offsetof(TileDescription, awaited) % 16 == 0 && offsetof(TileDescription, arrival) % 16 == 0);
 
 // A tile as the warps of a block hand it on, with the columns of this block's half.
@@ -82,6 +84,9 @@ struct Work : TileDescription {
   bool last;                 // no tile: the block is done
   std::uint32_t first_step;  // the first stage of the ring that the tile uses, counted since the block began
   std::int32_t row_index[rows_per_tile];  // route of each row, or token of a shared expert
+  // Several ranks: where that which becomes of each row goes, at its token's rank: to its slot, or (down_dgrad) to its sums
+  // of dprob.
+  void* row_place[rows_per_tile];
 };
 
 template <int N>
@@ -113,10 +118,12 @@ struct SharedMemory {
   // with all that follows from them, and the computing warps have none to spare.
   alignas(16) std::uint8_t data_copy[sizeof(PassData)];
   alignas(16) std::uint8_t map_copy[sizeof(schedule::CounterMap)];
+  alignas(16) std::uint8_t peers_copy[sizeof(Peers)];  // of several ranks
   __device__ const PassData& data() const { return *reinterpret_cast<const PassData*>(data_copy); }
   __device__ const schedule::CounterMap& map() const {
     return *reinterpret_cast<const schedule::CounterMap*>(map_copy);
   }
+  __device__ const Peers& peers() const { return *reinterpret_cast<const Peers*>(peers_copy); }
 
   std::uint32_t moment[2][4];  // of the timeline: what would otherwise take registers of the computing warps
 };

@@ -329,5 +329,18 @@ __device__ __forceinline__ unsigned long long load_acquire(const unsigned long l
 __device__ __forceinline__ void add_release(unsigned long long* counter, unsigned long long value) {
   asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(counter), "l"(value) : "memory");
 }
+// The same between ranks, whose GPUs may differ.
+__device__ __forceinline__ unsigned long long load_acquire_system(const unsigned long long* counter) {
+  unsigned long long value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(counter) : "memory");
+  return value;
+}
+// After a __threadfence_system(), which then counts for all of them.
+__device__ __forceinline__ void add_system(unsigned long long* counter, unsigned long long value) {
+  asm volatile("red.relaxed.sys.global.add.u64 [%0], %1;" ::"l"(counter), "l"(value) : "memory");
+}
+__device__ __forceinline__ void store_system(unsigned long long* flag, unsigned long long value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+}
 
 }  // namespace moelith::executors::cuda::sm90

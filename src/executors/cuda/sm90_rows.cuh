@@ -168,21 +168,20 @@ __device__ __forceinline__ void gate_up_bias_gradient(const PassData& data, cons
                   for (int i = 0; i < 8; ++i) sum[i] += f[i];
                 });
 }
+template <bool Ranks>
 __device__ __forceinline__ void down_bias_gradient(const PassData& data, const Work& work, int thread) {
   const schedule::Sizes& sizes = data.pass.sizes;
   const ExpertGroup& tensors = data.groups[work.group];
   bias_gradient(tensors.down_bias_grad, work, sizes.hidden_size, thread,
                 [&](std::int64_t row, std::int64_t column, float(&sum)[8]) {
                   float weight = 1.0f, f[8];
-                  std::int64_t token = row;
+                  const std::int64_t route = work.group == 0 ? data.pass.layout.row_route[row] : row;
                   if (work.group == 0) {
-                    const std::int64_t route = data.pass.layout.row_route[row];
-                    token = route / sizes.top_k;
-                    if (data.weight_after_down) weight = data.topk_weights[route];
+                    if (data.weight_after_down) weight = Ranks ? data.row_weight[row] : data.topk_weights[route];
                   } else if (data.shared_gates) {
                     weight = data.shared_gates[row * sizes.shared_experts + work.group - 1];
                   }
-                  unpack(load_16_shared_by_sms(data.dy + token * data.dy_stride + column), f);
+                  unpack(load_16_shared_by_sms(dy_of_row<Ranks>(data, work, row, route) + column), f);
 #pragma unroll
                   for (int i = 0; i < 8; ++i) sum[i] = fmaf(weight, f[i], sum[i]);
                 });

@@ -12,8 +12,26 @@
 namespace moelith::executors::cuda {
 namespace sm90 {
 
-template <schedule::Direction Pass, int N>
+template <schedule::Direction Pass, int N, bool Ranks>
 void launch(const PassData& data, int blocks, cudaStream_t stream);  // sm90_kernel.cuh
+template <schedule::Direction Pass, int N, bool Ranks>
+int prepare_device();  // likewise
+
+// The kernel for one rank or for several.
+template <schedule::Direction Pass, int N>
+void launch_for_ranks(const PassData& data, int blocks, cudaStream_t stream) {
+  if (data.pass.sizes.ranks == 1) return launch<Pass, N, false>(data, blocks, stream);
+  if constexpr (N == 192) return launch<Pass, N, true>(data, blocks, stream);
+  throw Error(Status::invalid_argument, "tile_columns is " + std::to_string(N) + "; with several ranks it is 192");
+}
+template <int N>
+void launch_direction(const PassData& data, int blocks, cudaStream_t stream) {
+  if (data.pass.sizes.direction == schedule::Direction::forward) {
+    launch_for_ranks<schedule::Direction::forward, N>(data, blocks, stream);
+  } else {
+    launch_for_ranks<schedule::Direction::backward, N>(data, blocks, stream);
+  }
+}
 
 template <class Encode>
 std::vector<std::byte> maps_of_experts(std::int32_t experts, Encode&& encode) {
@@ -67,18 +85,18 @@ std::size_t sm90_tile_table_bytes(schedule::Sizes sizes) {
 
 void sm90_run_pass(const PassData& data, int blocks, void* stream) {
   const auto s = static_cast<cudaStream_t>(stream);
-  const bool forward = data.pass.sizes.direction == schedule::Direction::forward;
   switch (data.pass.sizes.tile.columns) {
-    case 256:
-      return forward ? sm90::launch<schedule::Direction::forward, 128>(data, blocks, s)
-                     : sm90::launch<schedule::Direction::backward, 128>(data, blocks, s);
-    case 384:
-      return forward ? sm90::launch<schedule::Direction::forward, 192>(data, blocks, s)
-                     : sm90::launch<schedule::Direction::backward, 192>(data, blocks, s);
+    case 256: return sm90::launch_direction<128>(data, blocks, s);
+    case 384: return sm90::launch_direction<192>(data, blocks, s);
     default:
       throw Error(Status::invalid_argument, "tile_columns is " + std::to_string(data.pass.sizes.tile.columns / 2) +
                                                 "; on this GPU it is 128 or 192");
   }
+}
+
+void sm90_prepare_ranks() {
+  sm90::prepare_device<schedule::Direction::forward, 192, true>();
+  sm90::prepare_device<schedule::Direction::backward, 192, true>();
 }
 
 }  // namespace moelith::executors::cuda

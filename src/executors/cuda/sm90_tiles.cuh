@@ -7,13 +7,13 @@
 namespace moelith::executors::cuda::sm90 {
 
 // Describes the tile at `index` of the order.
-template <int N>
+template <int N, bool Ranks>
 __device__ __noinline__ void describe(const PassData& data, const schedule::CounterMap& map, std::int64_t index,
                                       TileDescription& out) {
-  __builtin_assume(data.pass.sizes.ranks == 1);
+  if constexpr (!Ranks) __builtin_assume(data.pass.sizes.ranks == 1);
   const schedule::Tile tile = schedule::tile_at(data.pass, index);
   const schedule::Sizes& sizes = data.pass.sizes;
-  const bool shared = sizes.is_shared(tile.expert);
+  const bool shared = tile.stage != Stage::combine && sizes.is_shared(tile.expert);  // a rank may hold no routed expert
   const std::int64_t width = sizes.width(tile.expert), pre_width = sizes.gate_up_factor * width,
                      hidden = sizes.hidden_size;
   TileDescription d{};
@@ -95,8 +95,9 @@ __device__ __noinline__ void describe(const PassData& data, const schedule::Coun
     return true;
   });
   schedule::for_each_signal(data.pass, map, tile, [&](const schedule::Signal& signal) {
-    (signal.array == schedule::CounterArray::local ? d.raised : d.raised_arrival) =
-        static_cast<std::int32_t>(signal.index);
+    const bool local = signal.array == schedule::CounterArray::local;
+    (local ? d.raised : d.raised_arrival) = static_cast<std::int32_t>(signal.index);
+    if (Ranks && !local) d.raised_ranks |= static_cast<std::uint16_t>(1u << signal.rank);
   });
 
   if (shared) {
@@ -129,10 +130,10 @@ __device__ __noinline__ void describe(const PassData& data, const schedule::Coun
 
 // Describes all tiles, with all warps of the blocks that are there. Working out one takes thousands of cycles, most of
 // it latency: more than some tiles take.
-template <int N>
+template <int N, bool Ranks>
 __device__ __forceinline__ void describe_all(const SharedMemory<N>& shared, int lane) {
   const PassData& data = shared.data();
-  __builtin_assume(data.pass.sizes.ranks == 1);
+  if constexpr (!Ranks) __builtin_assume(data.pass.sizes.ranks == 1);
   const std::int64_t tiles = schedule::tile_count(data.pass);
   auto take = [&] {
     const unsigned long long first =
@@ -141,7 +142,7 @@ __device__ __forceinline__ void describe_all(const SharedMemory<N>& shared, int 
   };
   for (std::int64_t first = take(); first < tiles; first = take()) {
     if (first + lane < tiles) {
-      describe<N>(data, shared.map(), first + lane, static_cast<TileDescription*>(data.tiles)[first + lane]);
+      describe<N, Ranks>(data, shared.map(), first + lane, static_cast<TileDescription*>(data.tiles)[first + lane]);
     }
     __threadfence();
     __syncwarp();
@@ -160,13 +161,15 @@ __device__ __forceinline__ void await_descriptions(const PassData& data, std::in
 }
 
 // Waits, with the whole warp, until all `count` counters are at their targets. False: it took too long.
+// System: other ranks raise them.
+template <bool Ranks, bool System>
 __device__ __forceinline__ bool await(const PassData& data, const unsigned long long* counters, int count,
                                       std::uint32_t low, std::uint32_t high, int lane) {
   unsigned long long began = 0;
   for (int i = lane; __any_sync(~0u, i < count); i += 32) {
     auto done = [&] {
       if (i >= count) return true;
-      const unsigned long long value = load_acquire(counters + i);
+      const unsigned long long value = System ? load_acquire_system(counters + i) : load_acquire(counters + i);
       return static_cast<std::uint32_t>(value) >= low && static_cast<std::uint32_t>(value >> packed_shift) >= high;
     };
     unsigned spins = 0;
@@ -176,17 +179,30 @@ __device__ __forceinline__ bool await(const PassData& data, const unsigned long 
         const unsigned long long now = global_time();
         if (began == 0) began = now;
         if (__any_sync(~0u, now - began > data.wait_limit_ns)) return false;
+        if constexpr (Ranks) {
+          if (__any_sync(~0u, group_failed(data.stop))) return false;
+        }
       }
     }
   }
   return true;
 }
 
+// The tile waited too long, or the group has failed, which whoever waited for it has told.
+inline __device__ __noinline__ void give_up(const PassData& data, const TileDescription& tile) {
+  if (data.stop && group_failed(data.stop)) return;
+  PassError what;
+  what.stage = static_cast<std::int32_t>(tile.stage);
+  what.expert = tile.slot, what.row_block = tile.row_block;
+  what.rank = data.pass.sizes.rank;
+  report(data.error, data.stop, what);
+}
+
 // Warp 0 of the first block of a cluster: takes tiles, waits for what they read, and tells both blocks.
-template <int N>
+template <int N, bool Ranks>
 __device__ __forceinline__ void take_tiles(SharedMemory<N>& shared, int lane) {
   const PassData& data = shared.data();
-  __builtin_assume(data.pass.sizes.ranks == 1);
+  if constexpr (!Ranks) __builtin_assume(data.pass.sizes.ranks == 1);
   const std::int64_t tiles = schedule::tile_count(data.pass);
   const auto* table = static_cast<const TileDescription*>(data.tiles);
   RingPosition<SharedMemory<N>::Shape::works> mail(0);
@@ -206,17 +222,12 @@ __device__ __forceinline__ void take_tiles(SharedMemory<N>& shared, int lane) {
       const int4 local = __ldcg(reinterpret_cast<const int4*>(&tile.awaited));
       const int4 arrivals = __ldcg(reinterpret_cast<const int4*>(&tile.arrival));
       auto arrived = [&](int counter, std::uint32_t target) {
-        return target == 0 || await(data, data.counters.arrivals + counter, 1, target, 0, lane);
+        return target == 0 || await<Ranks, Ranks>(data, data.counters.arrivals + counter, 1, target, 0, lane);
       };
-      if (!(await(data, data.counters.local + local.x, local.y, local.z, local.w, lane) &&
+      if (!(await<Ranks, false>(data, data.counters.local + local.x, local.y, local.z, local.w, lane) &&
             arrived(arrivals.x, arrivals.y) && arrived(arrivals.z, arrivals.w))) {
         index = -1;
-        if (lane == 0 && data.error && atomicCAS_system(&data.error->claimed, 0, 1) == 0) {
-          data.error->expert = tile.slot, data.error->row_block = tile.row_block;
-          __threadfence_system();
-          *const_cast<volatile std::int32_t*>(&data.error->stage) = static_cast<std::int32_t>(tile.stage);
-          __threadfence_system();
-        }
+        if (lane == 0) give_up(data, tile);
       }
     }
     barrier_wait_in_cluster(shared_address(&shared.mail_empty[mail.slot]), mail.parity ^ 1);
@@ -230,14 +241,14 @@ __device__ __forceinline__ void take_tiles(SharedMemory<N>& shared, int lane) {
 }
 
 // Warp 3: hands tiles on to the warps of its block, and packs what they have beside them.
-template <int N>
+template <int N, bool Ranks>
 __device__ __forceinline__ void hand_on_tiles(SharedMemory<N>& shared, int lane) {
   constexpr int slots = SharedMemory<N>::Shape::works;
   const PassData& data = shared.data();
-  __builtin_assume(data.pass.sizes.ranks == 1);
+  if constexpr (!Ranks) __builtin_assume(data.pass.sizes.ranks == 1);
   const std::uint32_t rank = cluster_rank();
   await_descriptions(data, schedule::tile_count(data.pass));
-  Packer<N> packer(shared, lane);
+  Packer<N, Ranks> packer(shared, lane);
   RingPosition<slots> position(0), mail(0);
   std::uint32_t step = 0;
   int ends = 0;  // each computing warpgroup gets an end of its own
@@ -278,12 +289,14 @@ __device__ __forceinline__ void hand_on_tiles(SharedMemory<N>& shared, int lane)
     const bool has_rows = stage == Stage::gate_up || stage == Stage::down || stage == Stage::down_dgrad ||
                           stage == Stage::gate_up_dgrad;
     std::int32_t row_index[rows_per_tile / 32];
+    std::uint8_t row_rank[rows_per_tile / 32] = {};
     if (has_rows) {
       const bool routed = word(offsetof(TileDescription, group)) == 0;
 #pragma unroll
       for (int i = 0; i < rows_per_tile / 32; ++i) {
         const int r = lane + 32 * i;
         if (r < rows) row_index[i] = routed ? data.pass.layout.row_route[row_begin + r] : row_begin + r;
+        if (Ranks && routed && r < rows) row_rank[i] = data.row_rank[row_begin + r];
       }
     }
     const int column = word(offsetof(TileDescription, column)), columns = word(offsetof(TileDescription, columns)),
@@ -305,6 +318,10 @@ __device__ __forceinline__ void hand_on_tiles(SharedMemory<N>& shared, int lane)
 #pragma unroll
       for (int i = 0; i < rows_per_tile / 32; ++i) {
         if (lane + 32 * i < rows) work.row_index[lane + 32 * i] = row_index[i];
+        if (Ranks && lane + 32 * i < rows) {
+          work.row_place[lane + 32 * i] =
+              place_of_row(data, shared.peers(), stage, work.group, row_rank[i], row_index[i]);
+        }
       }
     }
     barrier_arrive(shared_address(&shared.work_full[position.slot]));
@@ -326,6 +343,10 @@ __device__ __forceinline__ void hand_on_tiles(SharedMemory<N>& shared, int lane)
     for (std::int64_t i = lane; i < map.local_size; i += 32) data.counters.local[i] = 0;
     for (std::int64_t i = lane; i < map.arrivals_size; i += 32) data.counters.arrivals[i] = 0;
     if (lane < PassCounters::control_counters) data.counters.control[lane] = 0;
+    if (Ranks && data.pass.sizes.direction == schedule::Direction::backward) {
+      if (pulled_parts(data) == 0) tell_rows_pulled(data, shared.peers(), lane);
+      await_rows_pulled(data, shared.peers(), lane);
+    }
   }
 }
 

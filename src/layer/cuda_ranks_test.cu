@@ -1,0 +1,263 @@
+// Several ranks on one GPU: the bits of one rank, right against the fp64 reference, and an error where a rank does not
+// come.
+#include <algorithm>
+#include <thread>
+
+#include "tests/layer_fixture_gpu.cuh"
+
+namespace moelith {
+namespace {
+
+using namespace test;
+
+// Unequal numbers of tokens, none on the second rank.
+std::vector<std::int64_t> random_split(Random& random, std::int64_t tokens, int ranks) {
+  std::vector<std::int64_t> split;
+  std::int64_t left = tokens;
+  for (int r = 0; r + 1 < ranks; ++r) {
+    split.push_back(r == 1 ? 0 : static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(left + 1)));
+    left -= split.back();
+  }
+  split.push_back(left);
+  return split;
+}
+
+TEST(CudaRanks, TheSmallestCase) {
+  LayerConfig config;
+  config.hidden_size = 64, config.intermediate_size = 64, config.num_experts = 4, config.top_k = 2;
+  const Problem p = random_problem(config, 64, 5);
+  const Results one = run_gpu(p);
+  RunOptions options = on_ranks({32, 32});
+  options.keep = false;
+  expect_identical(run_gpu(p, options), one, "forward", of_each_rank(p));
+  options.keep = true;
+  expect_identical(run_gpu(p, options), one, "both passes", of_each_rank(p));
+}
+
+TEST(CudaRanks, SameBitsForAnyNumberOfRanks) {
+  Random random(13);
+  for (int n = 0; n < 12; ++n) {
+    const auto config = tokens_apart(random_config(random, DataType::bfloat16));
+    const std::int64_t tokens = 130 + static_cast<std::int64_t>(random() % 300);
+    Problem p = random_problem(config, tokens, random());
+    if (n % 4 == 3) bring_routes(p, 0.3, random());
+    const Results one = run_gpu(p);
+    for (const int ranks : {2, 3, 4}) {
+      RunOptions options = on_ranks(random_split(random, tokens, ranks));
+      options.recompute = n % 4 == 2;
+      options.bound = n % 3 == 1;
+      if (n % 5 == 1) options.row_gap = 8;
+      if (n % 2) {  // any placement, with ranks that hold no expert
+        for (std::int32_t e = 0; e < config.num_experts; ++e) {
+          options.expert_rank.push_back(static_cast<std::int32_t>(random() % static_cast<std::uint64_t>(ranks)));
+        }
+      }
+      SCOPED_TRACE("configuration " + std::to_string(n));
+      expect_identical(run_gpu(p, options), one, std::to_string(ranks) + " ranks", of_each_rank(p));
+    }
+  }
+}
+
+TEST(CudaRanks, SameBitsAtARealSize) {
+  LayerConfig config;
+  config.hidden_size = 1024, config.intermediate_size = 384, config.num_experts = 30, config.top_k = 6;
+  config.shared_experts = {{256, true}};
+  const std::int64_t tokens = 3000;
+  const Problem p = random_problem(config, tokens, 3);
+  const Results one = run_gpu(p);
+  for (const std::vector<std::int64_t>& split : {std::vector<std::int64_t>{1400, 1600}, {1000, 0, 1900, 100}}) {
+    const RunOptions options = on_ranks(split);
+    for (int again = 0; again < 3; ++again) {
+      expect_identical(run_gpu(p, options), one, std::to_string(split.size()) + " ranks", of_each_rank(p));
+    }
+  }
+}
+
+TEST(CudaRanks, AllTokensGoToOneRank) {
+  LayerConfig config;
+  config.hidden_size = 136, config.intermediate_size = 72, config.num_experts = 8, config.top_k = 2;
+  const std::int64_t tokens = 500;
+  Problem p = random_problem(config, tokens, 3);
+  bring_routes(p, 0.0, 4);
+  for (const std::int64_t first : {0, 6}) {  // both experts of the first rank, and of the last
+    for (std::int64_t t = 0; t < tokens; ++t) p.inputs.topk_ids[2 * t] = first, p.inputs.topk_ids[2 * t + 1] = first + 1;
+    const Results one = run_gpu(p);
+    expect_identical(run_gpu(p, on_ranks({100, 200, 0, 200})), one, "4 ranks", of_each_rank(p));
+  }
+}
+
+TEST(CudaRanks, MatchTheReferenceWithLosses) {
+  Random random(17);
+  for (int n = 0; n < 12; ++n) {
+    LayerConfig config = random_config(random, DataType::bfloat16);
+    if (config.hidden_size < 32) config.hidden_size += 32;
+    config.num_experts = std::max(config.num_experts, 2);
+    config.router.num_groups = config.router.top_groups = config.router.group_score_size = 1;
+    if (n % 2) config.router.aux_loss = AuxLossKind::global;
+    RunOptions options = on_ranks({140 + n, 0, 64, 3});
+    Problem p = random_problem(config, 207 + n, random());
+    for (const std::int64_t t : options.tokens_of_rank) p.inputs.ranks.push_back({t, n % 3 ? -1 : t / 2, 1});
+    p.upstream.aux_loss.assign(4, 0.7);
+    p.upstream.z_loss.assign(4, -0.3);
+    expect_right(p, run_gpu(p, options), options, "configuration " + std::to_string(n));
+  }
+}
+
+TEST(CudaRanks, TwoGpusGiveTheSameBits) {
+  int gpus = 0;
+  check(cudaGetDeviceCount(&gpus));
+  if (gpus < 2) GTEST_SKIP() << "one GPU alone";
+  Random random(43);
+  for (int n = 0; n < 8; ++n) {
+    const auto config = tokens_apart(random_config(random, DataType::bfloat16));
+    const Problem p = random_problem(config, 400, random());
+    const Results one = run_gpu(p);
+    for (const std::vector<std::int64_t>& split : {std::vector<std::int64_t>{150, 250}, {400, 0}, {100, 50, 200, 50}}) {
+      const RunOptions options = on_ranks(split, 2);
+      for (int again = 0; again < 2; ++again) {
+        expect_identical(run_gpu(p, options), one, std::to_string(split.size()) + " ranks", of_each_rank(p));
+      }
+    }
+  }
+}
+
+TEST(CudaRanks, ARankWithoutAGradientOfYTakesPart) {
+  LayerConfig config;
+  config.hidden_size = 96, config.intermediate_size = 40, config.num_experts = 5, config.top_k = 2;
+  config.down_bias = true;
+  config.shared_experts = {{48, false}};
+  Problem p = random_problem(config, 200, 3);
+  Random random(7);
+  p.upstream.topk_weights = normal(random, 400, 1.0, DataType::float32);  // without anything there is no backward
+  RunOptions options = on_ranks({120, 80});
+  options.without_dy = {1};
+  const Results some = run_gpu(p, options);
+  std::fill(p.upstream.y.begin() + 120 * 96, p.upstream.y.end(), 0.0);
+  expect_identical(some, run_gpu(p), "a gradient of zeros", of_each_rank(p));
+}
+
+TEST(CudaRanks, GraphsReplayWithOtherInputs) {
+  Random random(37);
+  for (int n = 0; n < 3; ++n) {
+    const LayerConfig config = tokens_apart(random_config(random, DataType::bfloat16));
+    const RunOptions options = on_ranks(n == 2 ? std::vector<std::int64_t>{70, 0, 90, 60} : std::vector<std::int64_t>{120, 100});
+    auto problem = [&](bool empty_expert, std::int64_t valid) {
+      Problem p = random_problem(config, 220, random());
+      for (std::int64_t t = 0; empty_expert && t < 220; ++t) p.inputs.router_logits[t * config.num_experts] = -INFINITY;
+      for (const std::int64_t t : options.tokens_of_rank) p.inputs.ranks.push_back({t, std::min(t, valid), 1});
+      return p;
+    };
+    const Problem first = problem(false, 1000), second = problem(true, 50), third = problem(false, 0);
+    const Results eager = run_gpu(first, options);
+    CapturedRanks captured(static_cast<int>(options.tokens_of_rank.size()));
+    expect_identical(run_gpu(first, capturing(captured, options)), eager, "captured");
+    for (const Problem* p : {&second, &third, &first}) {
+      const Results replayed = run_gpu(*p, replaying(captured, options));
+      expect_identical(replayed, run_gpu(*p, options), "replayed");
+    }
+  }
+}
+
+// A group of ranks in one thread each, with a plan and what a forward needs.
+struct Ranks {
+  LayerConfig config;
+  std::vector<Group> groups;
+  std::vector<std::unique_ptr<Plan>> plans;
+  std::vector<cudaStream_t> streams;
+  static constexpr std::int64_t tokens = 32;
+
+  explicit Ranks(int ranks) : groups(Group::threads(ranks)), plans(ranks), streams(ranks) {
+    config.hidden_size = config.intermediate_size = 64, config.num_experts = 4, config.top_k = 2;
+    arena().reset();
+    std::vector<std::thread> threads;
+    for (int r = 0; r < ranks; ++r) {
+      check(cudaStreamCreateWithFlags(&streams[r], cudaStreamNonBlocking));
+      groups[r].set_timeout(std::chrono::milliseconds(500));
+      threads.emplace_back([this, r] {
+        PlanOptions options;
+        options.device = DeviceKind::cuda;
+        options.max_tokens = tokens;
+        options.group = groups[r];
+        plans[r] = std::make_unique<Plan>(Plan::create(config, options));
+      });
+    }
+    for (auto& thread : threads) thread.join();
+  }
+  ~Ranks() {
+    for (cudaStream_t stream : streams) cudaStreamDestroy(stream);
+  }
+
+  // What a rank's forward throws; "" if nothing.
+  std::string forward(int rank, bool keep = true) {
+    const Plan& plan = *plans[rank];
+    const std::int64_t h = config.hidden_size, l = plan.num_local_experts();
+    Tensor x(config.dtype, {tokens, h}), y(config.dtype, {tokens, h}), logits(DataType::float32, {tokens, 4}),
+        gate_up(config.dtype, {l, 2 * h, h}), down(config.dtype, {l, h, h});
+    Random random(3);
+    for (Tensor* t : {&x, &logits, &gate_up, &down}) t->set(normal(random, std::size_t(t->view.numel()), 1.0, config.dtype).data());
+    Inputs in;
+    in.x = x.view, in.router_logits = logits.view, in.weights.gate_up_proj = gate_up.view, in.weights.down_proj = down.view;
+    Outputs out;
+    out.y = y.view;
+    const auto sizes = plan.buffer_sizes(tokens);
+    Buffer saved(sizes.saved), workspace(sizes.workspace);
+    try {
+      plan.forward(in, out, keep ? saved.data() : nullptr, workspace.data(), streams[rank]);
+    } catch (const Error& error) {
+      status = error.status();
+      return error.what();
+    }
+    return "";
+  }
+  void wait() {
+    for (cudaStream_t stream : streams) check(cudaStreamSynchronize(stream));
+  }
+  Status status = Status::ok;
+};
+
+TEST(CudaRanks, ARankThatNeverLaunchesIsNamed) {
+  Ranks ranks(2);
+  EXPECT_EQ(ranks.forward(0), "");
+  EXPECT_EQ(ranks.forward(1), "");
+  ranks.wait();
+  EXPECT_EQ(ranks.forward(0), "");  // the kernels wait; the host does not
+  ranks.wait();
+  const std::string error = ranks.forward(0);
+  EXPECT_EQ(ranks.status, Status::timed_out);
+  EXPECT_NE(error.find("rank 0, stage layout: waited 500 ms for rank 1"), std::string::npos) << error;
+  const std::string late = ranks.forward(1);
+  EXPECT_EQ(ranks.status, Status::group_failed);
+  EXPECT_NE(late.find("rank 0, stage layout: waited 500 ms for rank 1"), std::string::npos) << late;
+  ranks.wait();
+  Ranks fresh(2);  // the process goes on
+  EXPECT_EQ(fresh.forward(0), "");
+  EXPECT_EQ(fresh.forward(1), "");
+  fresh.wait();
+  EXPECT_EQ(fresh.forward(1), "");
+  EXPECT_EQ(fresh.forward(0), "");
+  fresh.wait();
+}
+
+TEST(CudaRanks, AnErrorOfOneRankEndsTheWaitsOfTheOthers) {
+  Ranks ranks(2);
+  for (auto& group : ranks.groups) group.set_timeout(std::chrono::seconds(20));
+  EXPECT_EQ(ranks.forward(0), "");
+  ranks.groups[1].fail("because");
+  ranks.wait();  // at once
+  const std::string error = ranks.forward(0);
+  EXPECT_EQ(ranks.status, Status::group_failed);
+  EXPECT_NE(error.find("because"), std::string::npos) << error;
+}
+
+TEST(CudaRanks, AllSaveOrNone) {
+  Ranks ranks(2);
+  EXPECT_EQ(ranks.forward(0, true), "");
+  EXPECT_EQ(ranks.forward(1, false), "");
+  ranks.wait();
+  const std::string error = ranks.forward(0);
+  EXPECT_EQ(ranks.status, Status::invalid_argument);
+  EXPECT_NE(error.find("saved: rank 0 saves for a backward and rank 1 does not"), std::string::npos) << error;
+}
+
+}  // namespace
+}  // namespace moelith
