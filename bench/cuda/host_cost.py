@@ -19,17 +19,24 @@ from moelith import LayerConfig, MoE, functional, operators
 TOKENS, CALLS, ROUNDS = 64, 200, 15  # the device keeps up, or its queue takes them
 
 
-def empty_like_moe():
-    """moelith::moe without the layer: it only makes the results."""
-    signature = operators.moe._opoverload._schema
-    arguments = str(signature)[str(signature).index("("):]
+def empty_like_moe(config):
+    """moelith::moe without the layer, as one writes an operator: it only makes the results."""
+    signature = str(operators.moe._schema)
+    arguments = signature[signature.index("("):]
 
     library = torch.library.Library("moelith_bench", "DEF")
     library.define("empty" + arguments)
 
-    def run(x, router_logits, topk_ids, topk_weights, selection_bias, shared_gate_logits, num_valid_tokens, weights,
-            main_gradients, main_gradient_mask, config, options, group, num_sequences, save):
-        return (*operators._empty_outputs(x, config), x.new_empty((64,), dtype=torch.uint8))
+    def run(x, *_others):
+        return (
+            x.new_empty(x.shape),
+            x.new_empty((x.shape[0], config.top_k), dtype=torch.int32),
+            x.new_empty((x.shape[0], config.top_k), dtype=torch.float32),
+            x.new_empty((config.num_experts,), dtype=torch.int64),
+            x.new_empty((), dtype=torch.float32),
+            x.new_empty((), dtype=torch.float32),
+            x.new_empty((64,), dtype=torch.uint8),
+        )
 
     @torch.library.custom_op("moelith_bench::custom", mutates_args=(), schema=arguments)
     def custom(*given):
@@ -73,7 +80,8 @@ def main():
         functional.moe(x, config=config, gate_up_proj=weights[0], down_proj=weights[1], router_logits=logits)
     operators.moe = original
     arguments = captured[0]
-    library, custom = empty_like_moe()
+    library, custom = empty_like_moe(config)
+    trained = (x.clone().requires_grad_(), *arguments[1:-1], True)
     with torch.no_grad():
         result = {
             "moelith::moe": microseconds(lambda: original(*arguments)),
@@ -83,6 +91,8 @@ def main():
                 x, config=config, gate_up_proj=weights[0], down_proj=weights[1], router_logits=logits)),
             "MoE module (with the router's product)": microseconds(lambda: layer(x)),
         }
+    result["moelith::moe, gradients wanted"] = microseconds(lambda: original(*trained))
+    result["empty custom operator, gradients wanted"] = microseconds(lambda: custom(*trained))
     result["moelith::moe without an empty custom operator"] = result["moelith::moe"] - result["empty custom operator"]
     for name, value in result.items():
         print(f"{name:46} {value:7.1f} us")

@@ -93,32 +93,42 @@ def moe(
             raise ValueError(f"shared[{s}]: {len(expert)} tensors; accepted: {', '.join(SharedWeights._fields)}")
         for kind, tensor in zip(SharedWeights._fields, expert):
             given[f"shared.{s}.{kind}"] = tensor
-    for name, tensor in given.items():
-        if (tensor is not None) and name not in config.weights:
-            raise ValueError(f"{name}: given; config has no such weight ({name.rpartition('.')[2]}=False)")
-    for name in config.weights:
-        if given.get(name) is None:
-            raise ValueError(f"{name}: None; config asks for it")
-    weights = {name: given[name] for name in config.weights}
-    main, mask = _main_gradients(main_gradients, weights)
+    weights = _weights_of(config, given)
+    main, mask = _main_gradients(main_gradients, weights) if main_gradients else ([], 0)
 
-    y, *routing = _forward(
-        _rows_of(x, "x", config.hidden_size),
+    device = x.device
+    results = _forward(
+        _rows_of(x, "x", config.hidden_size, device),
         weights,
         config.key,
         options,
-        router_logits=_rows_of(router_logits, "router_logits", config.num_experts),
-        topk_ids=_rows_of(topk_ids, "topk_ids", config.top_k),
-        topk_weights=_rows_of(topk_weights, "topk_weights", config.top_k),
+        router_logits=_rows_of(router_logits, "router_logits", config.num_experts, device),
+        topk_ids=_rows_of(topk_ids, "topk_ids", config.top_k, device),
+        topk_weights=_rows_of(topk_weights, "topk_weights", config.top_k, device),
         selection_bias=selection_bias,
-        shared_gate_logits=_rows_of(shared_gate_logits, "shared_gate_logits", len(config.shared_experts)),
+        shared_gate_logits=_rows_of(shared_gate_logits, "shared_gate_logits", len(config.shared_experts), device),
         num_valid_tokens=num_valid_tokens,
         num_sequences=num_sequences,
         main=main,
         main_mask=mask,
     )
-    y = y.reshape(x.shape)
-    return MoEOutput(y, *routing) if return_routing else y
+    y = _shaped_as(results[0], x)
+    return MoEOutput(y, *results[1:6]) if return_routing else y
+
+
+def _weights_of(config, given):
+    """The weights by name, in the order of LayerConfig.weights."""
+    names = config.weights
+    for name, tensor in given.items():
+        if tensor is not None and name not in names:
+            raise ValueError(f"{name}: given; config has no such weight ({name.rpartition('.')[2]}=False)")
+    weights = {}
+    for name in names:
+        tensor = given.get(name)
+        if tensor is None:
+            raise ValueError(f"{name}: None; config asks for it")
+        weights[name] = tensor
+    return weights
 
 
 def _forward(
@@ -137,28 +147,21 @@ def _forward(
     main=(),
     main_mask=0,
 ):
-    """The members of a MoEOutput, of x [T, H]. weights: by name, in the order of LayerConfig.weights."""
+    """The results of operators.moe, of x [T, H]. weights: by name, in the order of LayerConfig.weights. What comes by
+    _rows_of is checked; the others are here."""
     check_type(options, "options", PlanOptions)
     check_type(num_sequences, "num_sequences", (int, torch.SymInt))
-    named = {
-        "router_logits": router_logits,
-        "topk_ids": topk_ids,
-        "topk_weights": topk_weights,
-        "selection_bias": selection_bias,
-        "shared_gate_logits": shared_gate_logits,
-        "num_valid_tokens": num_valid_tokens,
-    }
-    named.update(weights)
-    for name, tensor in named.items():
-        if tensor is not None:
-            check_type(tensor, name, Tensor)
-            _check_layout(tensor, name)
-            if tensor.device != x.device:
-                raise ValueError(f"{name}: on {tensor.device}; accepted: {x.device}, where x is")
-    _refuse_other_modes((x, *named.values()))
-    differentiable = (x, router_logits, topk_weights, shared_gate_logits, *weights.values())
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
-    *results, _ = operators.moe(
+    device = x.device
+    for name, tensor in weights.items():
+        _check_tensor(tensor, name, device)
+    if selection_bias is not None:
+        _check_tensor(selection_bias, "selection_bias", device)
+    if num_valid_tokens is not None:
+        _check_tensor(num_valid_tokens, "num_valid_tokens", device)
+    weights = list(weights.values())
+    differentiable = (x, router_logits, topk_weights, shared_gate_logits, *weights)
+    _refuse_other_modes((*differentiable, selection_bias))
+    return operators.moe(
         x,
         router_logits,
         topk_ids,
@@ -166,16 +169,15 @@ def _forward(
         selection_bias,
         shared_gate_logits,
         num_valid_tokens,
-        list(weights.values()),
+        weights,
         list(main),
         main_mask,
         config_key,
         options.key,
         options.group_handle,
         num_sequences,
-        save,
+        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable),
     )
-    return results
 
 
 @torch.compiler.assume_constant_result
@@ -224,8 +226,8 @@ def mlp(
     )
     given = {"gate_up_proj": gate_up_proj, "gate_up_bias": gate_up_bias, "down_proj": down_proj, "down_bias": down_bias}
     weights = {name: tensor[None] for name, tensor in given.items() if tensor is not None}
-    rows = _rows_of(x, "x", down_proj.shape[0])
-    return _forward(rows, weights, key, options, num_valid_tokens=num_valid_tokens)[0].reshape(x.shape)
+    rows = _rows_of(x, "x", down_proj.shape[0], x.device)
+    return _shaped_as(_forward(rows, weights, key, options, num_valid_tokens=num_valid_tokens)[0], x)
 
 
 def update_selection_bias(bias: Tensor, expert_counts: Tensor, rate: float) -> None:
@@ -267,26 +269,35 @@ def _refuse_other_modes(tensors):
         raise NotImplementedError("forward-mode differentiation (jvp): accepted is reverse mode, backward()")
 
 
+def _check_tensor(tensor, name, device):
+    check_type(tensor, name, Tensor)
+    _check_layout(tensor, name)
+    if tensor.device != device:
+        raise ValueError(f"{name}: on {tensor.device}; accepted: {device}, where x is")
+
+
 def _check_layout(tensor, name):
     if tensor.layout != torch.strided or tensor.is_nested:
         layout = "of a nested tensor" if tensor.is_nested else tensor.layout
         raise ValueError(f"{name}: layout {layout}; accepted: {torch.strided}")
 
 
-def _rows_of(tensor, name, columns):
-    """[..., columns] -> [T, columns]"""
+def _rows_of(tensor, name, columns, device):
+    """[..., columns] on the device -> [T, columns]"""
     if tensor is None:
         return None
-    check_type(tensor, name, Tensor)
-    _check_layout(tensor, name)
-    if tensor.dim() == 0 or tensor.shape[-1] != columns:
+    _check_tensor(tensor, name, device)
+    dimensions = tensor.dim()
+    if dimensions == 0 or tensor.shape[-1] != columns:
         raise ValueError(f"{name}: shape {tuple(tensor.shape)}; accepted: [..., {columns}]")
-    return tensor if tensor.dim() == 2 else tensor.reshape(-1, columns)
+    return tensor if dimensions == 2 else tensor.reshape(-1, columns)
+
+
+def _shaped_as(y, x):
+    return y if x.dim() == 2 else y.reshape(x.shape)
 
 
 def _main_gradients(main_gradients, weights):
-    if not main_gradients:
-        return [], 0
     check_type(main_gradients, "main_gradients", Mapping)
     tensors, mask = [], 0
     for name in main_gradients:

@@ -127,13 +127,13 @@ class MoE(nn.Module):
         num_sequences (for the sequence aux loss) is by default the product of x's dimensions before the last two.
         router_logits, or topk_ids and topk_weights, take the place of the layer's own router.
         """
-        autocast_dtype = self._check_x(x)
+        routed = functional.SharedWeights(self.gate_up_proj, self.down_proj, self.gate_up_bias, self.down_bias)
+        autocast_dtype = self._check_x(x, routed.gate_up_proj.dtype)
         if num_sequences is None:
-            num_sequences = math.prod(x.shape[:-2]) or 1
+            num_sequences = 1 if x.dim() <= 2 else math.prod(x.shape[:-2]) or 1
         if router_logits is None and topk_ids is None and topk_weights is None:
             router_logits = self.router_logits(x)
-        routed = functional.SharedWeights(self.gate_up_proj, self.down_proj, self.gate_up_bias, self.down_bias)
-        shared = [expert.weights() for expert in self.shared_experts]
+        shared = [expert.weights() for expert in self.shared_experts] if self.config.shared_experts else ()
         main_gradients = self._main_gradients(routed, shared) if self.main_gradients else None
         if autocast_dtype is not None:
             x = x.to(autocast_dtype)
@@ -142,7 +142,10 @@ class MoE(nn.Module):
         return functional.moe(
             x,
             config=self.config,
-            **_by_name(routed),
+            gate_up_proj=routed.gate_up_proj,
+            down_proj=routed.down_proj,
+            gate_up_bias=routed.gate_up_bias,
+            down_bias=routed.down_bias,
             router_logits=router_logits,
             topk_ids=topk_ids,
             topk_weights=topk_weights,
@@ -187,11 +190,11 @@ class MoE(nn.Module):
             f"router={config.router.kind}"
         )
 
-    def _check_x(self, x):
+    def _check_x(self, x, dtype):
         """Refuses what the router's product would refuse without naming it. The dtype of autocast, or None."""
         functional.check_type(x, "x", Tensor)
         # As for the linear layers around this one; autocast leaves float64 as it is.
-        device, dtype = x.device.type, self.gate_up_proj.dtype
+        device = x.device.type
         if x.dtype != torch.float64 and _has_autocast(device) and torch.is_autocast_enabled(device):
             dtype = None
         wrong_shape = x.dim() == 0 or x.shape[-1] != self.config.hidden_size

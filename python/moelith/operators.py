@@ -20,8 +20,8 @@ from moelith import _moelith
 from moelith.config import LayerConfig
 from moelith.runtime import BUFFER_ALIGNMENT, SINGLE_HANDLE, Group, aligned_empty
 
-_TENSOR_INPUTS = tuple(_moelith.Inputs.names)
-_DIFFERENTIABLE = tuple(_moelith.InputGradients.names)
+_TENSOR_INPUTS = _moelith.INPUTS
+_DIFFERENTIABLE = _moelith.DIFFERENTIABLE_INPUTS
 
 
 @functools.lru_cache(maxsize=None)
@@ -35,45 +35,46 @@ def _places(key: str):
     return _moelith.WeightPlaces(list(config.weights), len(config.shared_experts))
 
 
-def _prepared(tensors):
-    """The inputs, copied where their layout is none that the library takes; weights are never copied."""
-    # PyTorch resolves a lazy negation (as the imaginary part of a conjugate has) in arguments, but not in lists of them.
-    x, *others = (tensor if tensor is None else tensor.resolve_neg() for tensor in tensors)
-    return [_rows(x), *(tensor if tensor is None else tensor.contiguous() for tensor in others)]
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where its rows are not contiguous or overlap."""
-    if tensor.is_contiguous() or (tensor.dim() == 2 and tensor.stride(1) == 1 and tensor.stride(0) >= tensor.shape[1]):
-        return tensor
-    return tensor.contiguous()
-
-
 def accumulator_dtype(dtype):
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _stream(device):
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+# By torch.library's lower level, since torch.library.custom_op puts a dozen microseconds on each call, for which a small
+# layer's kernel on a GPU would wait. What writes into its arguments is a custom_op, which tells autograd of that.
+_library = torch.library.Library("moelith", "FRAGMENT")
+
+
+def _define(name, function, fake):
+    """Makes an operator of the function. Dynamo is kept out of it, as custom_op does: where it leaves a frame to Python,
+    it would compile what that calls."""
+    schema = torch.library.infer_schema(function, mutates_args=())
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, torch.compiler.disable(function), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"moelith::{name}", fake, lib=_library)
+    return getattr(torch.ops.moelith, name).default
+
+
+def _stream(x):
+    return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
 
 
 def _empty_outputs(x, config):
-    """Uninitialised tensors for _moelith.Outputs.names."""
+    """Uninitialised tensors for y, topk_ids, topk_weights, expert_counts, aux_loss and z_loss."""
     layer = parsed_config(config)
     accumulator = accumulator_dtype(x.dtype)
-    tokens = x.shape[0]
+    tokens, columns = x.shape[0], x.shape[1]
+    device, k, empty = x.device, layer.top_k, torch.empty_strided  # the quickest way to a new tensor
     return (
-        x.new_empty((tokens, x.shape[1])),
-        x.new_empty((tokens, layer.top_k), dtype=torch.int32),
-        x.new_empty((tokens, layer.top_k), dtype=accumulator),
-        x.new_empty((layer.num_experts,), dtype=torch.int64),
-        x.new_empty((), dtype=accumulator),
-        x.new_empty((), dtype=accumulator),
+        empty((tokens, columns), (columns, 1), dtype=x.dtype, device=device),
+        empty((tokens, k), (k, 1), dtype=torch.int32, device=device),
+        empty((tokens, k), (k, 1), dtype=accumulator, device=device),
+        empty((layer.num_experts,), (1,), dtype=torch.int64, device=device),
+        empty((), (), dtype=accumulator, device=device),
+        empty((), (), dtype=accumulator, device=device),
     )
 
 
-@torch.library.custom_op("moelith::moe", mutates_args=())
-def moe(
+def _run_forward(
     x: Tensor,
     router_logits: Optional[Tensor],
     topk_ids: Optional[Tensor],
@@ -95,31 +96,28 @@ def moe(
     main_gradients: float32 tensors that backward adds the gradients of some weights to; bit i of main_gradient_mask
     says that weight i has one.
     """
+    tensors = (x, router_logits, topk_ids, topk_weights, selection_bias, shared_gate_logits, num_valid_tokens)
     with Group.of(group) as owner:
-        tensors = _prepared(
-            (x, router_logits, topk_ids, topk_weights, selection_bias, shared_gate_logits, num_valid_tokens)
-        )
-        x = tensors[0]
-        plan = owner.plan(config, options, x.dtype, x.device.type, x.shape[0])
-        sizes = plan.buffer_sizes(x.shape[0])
-        inputs = _moelith.Inputs(tensors, weights, _places(config), num_sequences)
+        tokens, device = x.shape[0], x.device
+        plan = owner.plan(config, options, x.dtype, device.type, tokens)
+        sizes = owner.buffer_sizes(plan, tokens)
         results = _empty_outputs(x, config)
-        outputs = _moelith.Outputs(results)
-        saved = aligned_empty(sizes.saved, x.device) if save else x.new_empty((0,), dtype=torch.uint8)
-        workspace = owner.workspace(sizes.workspace, x.device)
+        saved = aligned_empty(sizes.saved, device) if save else None
         plan.forward(
-            inputs,
-            outputs,
-            saved.data_ptr() if save else 0,
-            workspace.data_ptr(),
-            _stream(x.device),
-            watch_signals=owner.waits_on_main_thread(),
+            tensors,
+            weights,
+            _places(config),
+            num_sequences,
+            results,
+            saved,
+            owner.workspace(sizes.workspace, device),
+            _stream(x),
+            owner.waits_on_main_thread(),
         )
-    return (*results, saved)
+    return (*results, x.new_empty((0,), dtype=torch.uint8) if saved is None else saved)
 
 
-@moe.register_fake
-def _(
+def _fake_forward(
     x,
     router_logits,
     topk_ids,
@@ -152,32 +150,81 @@ def _(
     return (*_empty_outputs(x, config), x.new_empty((size,), dtype=torch.uint8))
 
 
-def _setup_context(ctx, inputs, output):
-    *tensors, weights, main_gradients, mask, config, options, group, num_sequences, save = inputs
+moe = _define("moe", _run_forward, _fake_forward)
+
+
+def _differentiable_forward(keyset, *arguments):
+    if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)):
+        return _below_autograd(keyset, *arguments)
+    n = len(_TENSOR_INPUTS)
+    weights, *others = arguments[n:]
+    return _Layer.apply(keyset, others, *arguments[:n], *weights)
+
+
+def _below_autograd(keyset, *arguments):
+    """moe's results without its autograd formula."""
+    if _nothing_between(keyset):
+        return _run_forward(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return moe.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+
+
+_straight = {}  # by the bits of a keyset: a few sets come again and again
+
+
+def _nothing_between(keyset) -> bool:
+    """Whether all that PyTorch has to do below autograd is to call the operator on the device (no mode that watches,
+    no fake tensors, no lazily negated ones)."""
+    bits = keyset.raw_repr()
+    if bits not in _straight:
+        first = (keyset & torch._C._after_autograd_keyset).highestPriorityTypeId()
+        _straight[bits] = first in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+    return _straight[bits]
+
+
+class _Layer(torch.autograd.Function):
+    """moe with its autograd formula. `others`: its arguments after the weights; the tensors are flat for autograd."""
+
+    @staticmethod
+    def forward(ctx, keyset, others, *tensors):
+        n = len(_TENSOR_INPUTS)
+        weights = list(tensors[n:])
+        results = _below_autograd(keyset, *tensors[:n], weights, *others)
+        _keep(ctx, tensors[:n], weights, *others, results[-1])
+        return results
+
+    @staticmethod
+    def backward(ctx, *upstream):
+        return (None, None, *_gradients(ctx, *upstream))
+
+
+def _keep(ctx, tensors, weights, main_gradients, mask, config, options, group, num_sequences, _save, saved):
+    """What backward needs, into ctx."""
+    tensors = list(tensors)
     ctx.set_materialize_grads(False)
     # save_for_backward refuses a backward after a change to a tensor. Main gradients do change between forward and
     # backward (that is their purpose), and the selection bias may: backward needs its presence, not its values.
     at = _TENSOR_INPUTS.index("selection_bias")
     ctx.selection_bias, tensors[at] = tensors[at], None
-    ctx.save_for_backward(*tensors, *weights, output[-1])
+    ctx.save_for_backward(*tensors, *weights, saved)
     ctx.main_gradients = list(main_gradients)
     ctx.main_gradient_mask = mask
     ctx.settings = (config, options, group, num_sequences)
     # The tensors themselves: under a hook on saved tensors (a checkpoint), backward gets others.
-    ctx.marked = {i: weight for i, weight in enumerate(weights) if parameter_to_mark(weight) is not None}
+    ctx.marked = {i: w for i, w in enumerate(weights) if mask >> i & 1 and parameter_to_mark(w) is not None}
 
 
-def _backward(ctx, grad_y, _ids, grad_topk_weights, _counts, grad_aux_loss, grad_z_loss, _saved):
+def _gradients(ctx, grad_y, _ids, grad_topk_weights, _counts, grad_aux_loss, grad_z_loss, _saved):
+    """Of the tensors and then of the weights."""
     n = len(_TENSOR_INPUTS)
     *tensors, saved = ctx.saved_tensors
     tensors, weights = list(tensors[:n]), list(tensors[n:])
     tensors[_TENSOR_INPUTS.index("selection_bias")] = ctx.selection_bias
-    needs = list(ctx.needs_input_grad)
-    needs_weights = needs[n] or [False] * len(weights)
+    needs = ctx.needs_input_grad[-n - len(weights) :]
+    needs_weights = needs[n:]
     masked = ctx.main_gradient_mask
     wanted = [needs[_TENSOR_INPUTS.index(name)] for name in _DIFFERENTIABLE]
     wanted += [need and not masked >> i & 1 for i, need in enumerate(needs_weights)]
-    no_gradients = (None,) * n + ([None] * len(weights), [None] * len(ctx.main_gradients)) + (None,) * 6
     upstream = [grad_y, grad_topk_weights, grad_aux_loss, grad_z_loss]
     # Frozen weights have no main gradient to add to.
     accumulate = [i for i, need in enumerate(needs_weights) if need and masked >> i & 1]
@@ -185,7 +232,7 @@ def _backward(ctx, grad_y, _ids, grad_topk_weights, _counts, grad_aux_loss, grad
     if nothing_comes or not (any(wanted) or accumulate):
         group = ctx.settings[2]
         if group == SINGLE_HANDLE or Group.of(group).size == 1:
-            return no_gradients
+            return (None,) * len(needs)
         # Rows of other ranks went through the experts of this one: it takes part in their backward all the same.
         if nothing_comes:
             upstream[0] = torch.zeros_like(tensors[0])
@@ -210,7 +257,7 @@ def _backward(ctx, grad_y, _ids, grad_topk_weights, _counts, grad_aux_loss, grad
     if torch.is_grad_enabled():  # create_graph
         sources = (*tensors, *weights, grad_y, grad_topk_weights, grad_aux_loss, grad_z_loss)
         of_tensors, of_weights = _not_differentiable_again(of_tensors, of_weights, sources)
-    return (*of_tensors.values(), of_weights, [None] * len(ctx.main_gradients)) + (None,) * 6
+    return (*of_tensors.values(), *of_weights)
 
 
 class _NotDifferentiableAgain(torch.autograd.Function):
@@ -256,7 +303,7 @@ def parameter_to_mark(weight):
     return parameter if hasattr(parameter, "grad_added_to_main_grad") else None
 
 
-moe.register_autograd(_backward, setup_context=_setup_context)
+_library.impl("moe", torch.compiler.disable(_differentiable_forward), "Autograd", with_keyset=True)
 
 
 def _gradient_buffers(tensors, weights, wanted):
@@ -281,12 +328,11 @@ def _run_backward(
     num_sequences,
 ):
     with Group.of(group) as owner:
-        tensors = _prepared(tensors)
         x = tensors[0]
+        tokens, device = x.shape[0], x.device
         if saved.data_ptr() % BUFFER_ALIGNMENT:  # a hook on saved tensors moved it
             saved = aligned_empty(saved.numel(), saved.device).copy_(saved)
 
-        upstream = [tensor if tensor is None else _rows(tensor.resolve_neg()) for tensor in upstream]
         remaining, remaining_main = iter(gradients), iter(main_gradients)
         of_inputs = [next(remaining) if wanted >> i & 1 else None for i in range(len(_DIFFERENTIABLE))]
         of_weights = [None] * len(weights)
@@ -295,22 +341,24 @@ def _run_backward(
                 of_weights[i] = next(remaining_main)
             elif wanted >> len(_DIFFERENTIABLE) + i & 1:
                 of_weights[i] = next(remaining)
-        places = _places(config)
-        plan = owner.plan(config, options, x.dtype, x.device.type, x.shape[0])
-        workspace = owner.workspace(plan.buffer_sizes(x.shape[0]).workspace, x.device)
+        plan = owner.plan(config, options, x.dtype, device.type, tokens)
         plan.backward(
-            _moelith.Inputs(tensors, weights, places, num_sequences),
-            saved.data_ptr(),
-            _moelith.OutputGradients(upstream),
-            _moelith.InputGradients(of_inputs, of_weights, places, main_gradient_mask),
-            workspace.data_ptr(),
-            _stream(x.device),
-            watch_signals=owner.waits_on_main_thread(),
+            tensors,
+            weights,
+            _places(config),
+            num_sequences,
+            saved,
+            upstream,
+            of_inputs,
+            of_weights,
+            main_gradient_mask,
+            owner.workspace(owner.buffer_sizes(plan, tokens).workspace, device),
+            _stream(x),
+            owner.waits_on_main_thread(),
         )
 
 
-@torch.library.custom_op("moelith::moe_backward", mutates_args=())
-def moe_backward(
+def _backward(
     tensors: List[Optional[Tensor]],
     weights: List[Tensor],
     saved: Tensor,
@@ -324,7 +372,7 @@ def moe_backward(
     """-> the gradients whose bits are set in `wanted`: of _DIFFERENTIABLE, then of the weights.
 
     tensors: the inputs of `moe` named in _TENSOR_INPUTS; upstream: the gradients of its outputs
-    named in _moelith.OutputGradients.names.
+    y, topk_weights, aux_loss and z_loss.
     """
     gradients = _gradient_buffers(tensors, weights, wanted)
     settings = (config, options, group, num_sequences)
@@ -332,9 +380,11 @@ def moe_backward(
     return gradients
 
 
-@moe_backward.register_fake
-def _(tensors, weights, saved, upstream, wanted, config, options, group, num_sequences):
+def _fake_backward(tensors, weights, saved, upstream, wanted, config, options, group, num_sequences):
     return _gradient_buffers(tensors, weights, wanted)
+
+
+moe_backward = _define("moe_backward", _backward, _fake_backward)
 
 
 # Writes into its arguments only: torch.compile takes no operator that both changes a list and returns one.

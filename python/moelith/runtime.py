@@ -1,5 +1,6 @@
 """Groups, and what is kept for each of them between calls: plans and the workspace."""
 
+import functools
 import itertools
 import json
 import os
@@ -22,7 +23,8 @@ _DTYPES = {
     torch.int32: _moelith.DataType.int32,
     torch.uint8: _moelith.DataType.uint8,
 }
-_moelith.know_dtypes(_DTYPES)
+# A PyTorch that hands out no table of C functions has its tensors asked for their attributes.
+_moelith.know_pytorch(_DTYPES, torch.Tensor, getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
 SINGLE_HANDLE = "0"  # of the group of one rank
 BUFFER_ALIGNMENT = 256  # bytes, of saved buffers and of the workspace (include/moelith/layer.hpp)
 _SMALLEST_PLAN = 64  # tokens
@@ -54,8 +56,10 @@ class Group:
         # A string, which torch.compile takes as a constant (it may make a symbol of a number).
         self.handle = str(next(Group._handles)) if handle is None else handle
         self.lock = threading.Lock()
+        self.size = native.size
         self._native = native
         self._plans = {}
+        self._buffer_sizes = functools.lru_cache(maxsize=256)(_moelith.Plan.buffer_sizes)
         self._workspaces = {}
         self._captured = {}  # workspaces that CUDA graphs hold the addresses of
         Group._by_handle[self.handle] = self
@@ -108,7 +112,7 @@ class Group:
     @staticmethod
     def of(handle: str) -> "Group":
         if handle == SINGLE_HANDLE:
-            return Group.single()
+            return Group._single or Group.single()
         group = Group._by_handle.get(handle)
         if group is None:
             raise ValueError("group: the expert-parallel group of this call no longer exists; keep its Group alive")
@@ -125,10 +129,6 @@ class Group:
     @property
     def rank(self) -> int:
         return self._native.rank
-
-    @property
-    def size(self) -> int:
-        return self._native.size
 
     def set_timeout(self, seconds: float) -> None:
         """The longest wait for another rank; past it a pass raises TimeoutError and the group is unusable.
@@ -159,9 +159,11 @@ class Group:
     def plan(self, config_key: str, options_key: str, dtype: torch.dtype, device_type: str, tokens: int):
         """The plan for calls of this many tokens; made at the first such call."""
         key = (config_key, options_key, dtype, device_type)
-        plans = self._plans.setdefault(key, {})
-        if plans.get("max_tokens") is not None:  # said by the caller: one plan serves all calls
-            return plans["plan"]
+        plans = self._plans.get(key)
+        if plans is None:
+            plans = self._plans[key] = {}
+        elif "of_any_call" in plans:
+            return plans["of_any_call"]
         capacity = max(_SMALLEST_PLAN, 1 << (tokens - 1).bit_length()) if tokens > 0 else _SMALLEST_PLAN
         # A call and its backward have the same number of tokens and so get the same plan, whatever came in between.
         found = plans.get(capacity)
@@ -186,11 +188,13 @@ class Group:
         plan = _moelith.Plan.create(
             native_config(config_key, dtype_name(dtype)), native, watch_signals=self.waits_on_main_thread()
         )
-        if given is None:
-            plans[capacity] = plan
-        else:
-            plans |= {"plan": plan, "max_tokens": given}
+        # Where the caller says max_tokens, one plan serves all calls.
+        plans[capacity if given is None else "of_any_call"] = plan
         return plan
+
+    def buffer_sizes(self, plan, tokens: int):
+        """plan.buffer_sizes(tokens); the layers of a model ask for the same."""
+        return self._buffer_sizes(plan, tokens)
 
     def waits_on_main_thread(self) -> bool:
         """Whether a pass called now may wait for another rank on the thread where Python's signal handlers run."""

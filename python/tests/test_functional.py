@@ -13,7 +13,7 @@ from plain_layer import ffn, plain_moe
 from torch.utils.checkpoint import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moelith import Activation, Group, LayerConfig, PlanOptions
+from moelith import Activation, Group, LayerConfig, PlanOptions, _moelith, runtime
 from moelith import functional as MF
 from moelith.operators import accumulator_dtype
 
@@ -433,6 +433,27 @@ def test_lazily_negated_tensors():
         wanted = gradients(run(plain, BASE), plain, upstream)
         actual = gradients(run(negated, BASE), negated, [torch._neg_view(-tensor) for tensor in upstream])
         assert all(torch.equal(actual[key], wanted[key]) for key in wanted), name
+
+
+def test_tensors_asked_for_their_attributes():
+    """As those of a PyTorch are that has no __dlpack_c_exchange_api__."""
+    tensors = tensors_of(BASE, 8)
+    apart = torch.randn(8, 2 * BASE.hidden_size, dtype=torch.float64)[:, : BASE.hidden_size]  # rows that are not adjacent
+    tensors["x"] = apart.detach().requires_grad_()
+    output = run(tensors, BASE)
+    upstream = upstream_of(output)
+    wanted = gradients(output, tensors, upstream)
+    given = runtime._DTYPES, torch.Tensor
+    _moelith.know_pytorch(*given, None)
+    try:
+        slow = run(tensors, BASE)
+        actual = gradients(slow, tensors, upstream)
+        with pytest.raises(ValueError, match="x: dtype float16"):
+            run(tensors | {"x": torch.zeros(8, 16, dtype=torch.float16)}, BASE)
+    finally:
+        _moelith.know_pytorch(*given, getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
+    assert torch.equal(slow.y, output.y)
+    assert all(torch.equal(actual[key], wanted[key]) for key in wanted)
 
 
 def test_A2_sequence_loss_of_micro_batches_adds_up():

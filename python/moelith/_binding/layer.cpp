@@ -27,7 +27,7 @@ void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address);
 template <class Struct>
 struct Field {
   const char* name;
-  TensorView Struct::* member;
+  TensorView Struct::*member;
 };
 constexpr Field<Inputs> input_fields[] = {
     {"x", &Inputs::x},
@@ -60,21 +60,33 @@ constexpr Field<InputGradients> input_gradient_fields[] = {
 };
 
 template <class Struct, std::size_t Count>
-std::vector<std::string> names_of(const Field<Struct> (&fields)[Count]) {
-  std::vector<std::string> names;
-  for (const auto& field : fields) names.emplace_back(field.name);
-  return names;
+nb::tuple names_of(const Field<Struct> (&fields)[Count]) {
+  nb::list names;
+  for (const auto& field : fields) names.append(field.name);
+  return nb::tuple(names);
 }
 
-// Sets the fields from a sequence of as many tensors or None.
-template <class Struct, std::size_t Count>
-void set_fields(Struct& target, const Field<Struct> (&fields)[Count], const nb::sequence& tensors, const char* what) {
+// Sets the fields to read(tensor, name) from a sequence of as many tensors or None.
+template <class Struct, std::size_t Count, class Read>
+Struct struct_of(const Field<Struct> (&fields)[Count], const nb::sequence& tensors, Read&& read) {
   if (nb::len(tensors) != Count) throw nb::value_error("as many tensors are needed as there are names");
+  Struct target;
   for (std::size_t i = 0; i < Count; ++i) {
     const nb::object tensor = tensors[i];
-    if (!tensor.is_none()) target.*fields[i].member = view_of(tensor, std::string(what) + fields[i].name);
+    if (!tensor.is_none()) target.*fields[i].member = read(tensor, fields[i].name);
   }
+  return target;
 }
+
+// Names in errors: that of the argument, or of the gradient of it.
+struct Given {
+  TensorView operator()(nb::handle tensor, const char* name) const { return view_of(tensor, name); }
+};
+struct GradientOf {
+  TensorView operator()(nb::handle tensor, const std::string& name) const {
+    return view_of(tensor, "gradient of " + name);
+  }
+};
 
 // Where each of a layer's weights belongs, from their names (LayerConfig.weights): "down_proj", "shared.3.down_proj".
 class WeightPlaces {
@@ -102,7 +114,8 @@ class WeightPlaces {
       const nb::object tensor = tensors[i];
       if (tensor.is_none()) continue;
       const auto [owner, member] = places_[i];
-      (owner == routed ? member_of(experts, member) : member_of(experts.shared[static_cast<std::size_t>(owner)], member)) =
+      (owner == routed ? member_of(experts, member)
+                       : member_of(experts.shared[static_cast<std::size_t>(owner)], member)) =
           convert(tensor, i, names_[i]);
     }
     return experts;
@@ -113,7 +126,10 @@ class WeightPlaces {
   static constexpr const char* members[] = {"gate_up_proj", "gate_up_bias", "down_proj", "down_bias"};
   template <class Owner>
   static auto& member_of(Owner& owner, int member) {
-    return member == 0 ? owner.gate_up_proj : member == 1 ? owner.gate_up_bias : member == 2 ? owner.down_proj : owner.down_bias;
+    return member == 0   ? owner.gate_up_proj
+           : member == 1 ? owner.gate_up_bias
+           : member == 2 ? owner.down_proj
+                         : owner.down_bias;
   }
   struct Place {
     int owner, member;
@@ -123,55 +139,43 @@ class WeightPlaces {
   std::vector<Place> places_;
 };
 
+// The inputs. Tensors, but no weights, are copied where their layout is none that the library takes: of x the rows may
+// be apart, the others are contiguous. `copies` has to outlive the pass.
+Inputs inputs_of(const nb::sequence& tensors, const nb::sequence& weights, const WeightPlaces& places,
+                 std::int64_t num_sequences, Copies& copies) {
+  Inputs inputs = struct_of(input_fields, tensors, [&](nb::handle tensor, const char* name) {
+    return copies.view_of(tensor, name, name == input_fields[0].name ? Layout::rows : Layout::contiguous);
+  });
+  inputs.num_sequences = num_sequences;
+  inputs.weights = places.fill<Weights>(
+      weights, [](nb::handle tensor, std::size_t, const std::string& name) { return view_of(tensor, name); });
+  return inputs;
+}
+
+OutputGradients output_gradients_of(const nb::sequence& tensors, Copies& copies) {
+  return struct_of(output_gradient_fields, tensors, [&](nb::handle tensor, const char* name) {
+    return copies.view_of(tensor, std::string("gradient of ") + name, Layout::rows);
+  });
+}
+
+// accumulate: bit i says that the gradient of weight i is added to what is there.
+InputGradients input_gradients_of(const nb::sequence& tensors, const nb::sequence& weights, const WeightPlaces& places,
+                                  std::uint64_t accumulate) {
+  InputGradients gradients = struct_of(input_gradient_fields, tensors, GradientOf());
+  gradients.weights =
+      places.fill<WeightGradients>(weights, [&](nb::handle tensor, std::size_t i, const std::string& name) {
+        return Gradient{GradientOf()(tensor, name), (accumulate >> i & 1) != 0};
+      });
+  return gradients;
+}
+
+void* memory_of(nb::handle tensor, const char* name) { return tensor.is_none() ? nullptr : view_of(tensor, name).data; }
+
 void bind_tensors_of_passes(nb::module_& module) {
   nb::class_<WeightPlaces>(module, "WeightPlaces", "Where each of a layer's weights belongs.")
       .def(nb::init<std::vector<std::string>, std::size_t>(), nb::arg("names"), nb::arg("shared_experts"));
-  nb::class_<Inputs>(module, "Inputs")
-      .def(
-          "__init__",
-          [](Inputs* self, const nb::sequence& tensors, const nb::sequence& weights, const WeightPlaces& places,
-             std::int64_t num_sequences) {
-            new (self) Inputs;
-            set_fields(*self, input_fields, tensors, "");
-            self->num_sequences = num_sequences;
-            self->weights = places.fill<Weights>(
-                weights, [](nb::handle tensor, std::size_t, const std::string& name) { return view_of(tensor, name); });
-          },
-          nb::arg("tensors"), nb::arg("weights"), nb::arg("places"), nb::arg("num_sequences"))
-      .def_prop_ro_static("names", [](nb::handle) { return names_of(input_fields); });
-  nb::class_<Outputs>(module, "Outputs")
-      .def(
-          "__init__",
-          [](Outputs* self, const nb::sequence& tensors) {
-            new (self) Outputs;
-            set_fields(*self, output_fields, tensors, "");
-          },
-          nb::arg("tensors"))
-      .def_prop_ro_static("names", [](nb::handle) { return names_of(output_fields); });
-  nb::class_<OutputGradients>(module, "OutputGradients")
-      .def(
-          "__init__",
-          [](OutputGradients* self, const nb::sequence& tensors) {
-            new (self) OutputGradients;
-            set_fields(*self, output_gradient_fields, tensors, "gradient of ");
-          },
-          nb::arg("tensors"))
-      .def_prop_ro_static("names", [](nb::handle) { return names_of(output_gradient_fields); });
-  nb::class_<InputGradients>(module, "InputGradients")
-      .def(
-          "__init__",
-          [](InputGradients* self, const nb::sequence& tensors, const nb::sequence& weights, const WeightPlaces& places,
-             std::uint64_t accumulate) {
-            new (self) InputGradients;
-            set_fields(*self, input_gradient_fields, tensors, "gradient of ");
-            self->weights = places.fill<WeightGradients>(
-                weights, [&](nb::handle tensor, std::size_t i, const std::string& name) {
-                  return Gradient{view_of(tensor, "gradient of " + name), (accumulate >> i & 1) != 0};
-                });
-          },
-          nb::arg("tensors"), nb::arg("weights"), nb::arg("places"), nb::arg("accumulate") = 0,
-          "accumulate: bit i says that the gradient of weight i is added to what is there.")
-      .def_prop_ro_static("names", [](nb::handle) { return names_of(input_gradient_fields); });
+  module.attr("INPUTS") = names_of(input_fields);
+  module.attr("DIFFERENTIABLE_INPUTS") = names_of(input_gradient_fields);
 }
 
 // The result of call(), which may wait for other ranks of the group; called without the interpreter's lock.
@@ -213,11 +217,14 @@ void bind_layer(nb::module_& module) {
           [](const std::string& name, int rank, int ranks, double seconds) {
             return Group::process(name, rank, ranks, milliseconds_of(seconds));
           },
-          nb::arg("name"), nb::arg("rank"), nb::arg("ranks"), nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>())
+          nb::arg("name"), nb::arg("rank"), nb::arg("ranks"), nb::arg("seconds"),
+          nb::call_guard<nb::gil_scoped_release>())
       .def("fail", &Group::fail, nb::arg("reason"))
       .def_prop_ro("rank", &Group::rank)
       .def_prop_ro("size", &Group::size)
-      .def("set_timeout", [](Group& self, double seconds) { self.set_timeout(milliseconds_of(seconds)); }, nb::arg("seconds"));
+      .def(
+          "set_timeout", [](Group& self, double seconds) { self.set_timeout(milliseconds_of(seconds)); },
+          nb::arg("seconds"));
 
   nb::class_<PlanOptions>(module, "PlanOptions")
       .def(nb::init<>())
@@ -254,26 +261,45 @@ void bind_layer(nb::module_& module) {
       .def("buffer_sizes", &Plan::buffer_sizes, nb::arg("tokens"))
       .def(
           "forward",
-          [](const Plan& self, const Inputs& inputs, const Outputs& outputs, std::uintptr_t saved,
-             std::uintptr_t workspace, std::uintptr_t stream, bool watch_signals) {
-            waiting_for_ranks(self.options().group, watch_signals, [&] {
-              self.forward(inputs, outputs, pointer(saved), pointer(workspace), pointer(stream));
-            });
+          [](const Plan& self, const nb::sequence& tensors, const nb::sequence& weights, const WeightPlaces& places,
+             std::int64_t num_sequences, const nb::sequence& results, nb::handle saved, nb::handle workspace,
+             std::uintptr_t stream, bool watch_signals) {
+            Copies copies;
+            const Inputs inputs = inputs_of(tensors, weights, places, num_sequences, copies);
+            const Outputs outputs = struct_of(output_fields, results, Given());
+            void* const saved_at = memory_of(saved, "saved");
+            void* const workspace_at = memory_of(workspace, "workspace");
+            nb::gil_scoped_release unlocked;
+            waiting_for_ranks(self.options().group, watch_signals,
+                              [&] { self.forward(inputs, outputs, saved_at, workspace_at, pointer(stream)); });
           },
-          nb::arg("inputs"), nb::arg("outputs"), nb::arg("saved"), nb::arg("workspace"), nb::arg("stream") = 0,
-          nb::arg("watch_signals") = false, Unlocked())
+          nb::arg("tensors"), nb::arg("weights"), nb::arg("places"), nb::arg("num_sequences"), nb::arg("results"),
+          nb::arg("saved").none(), nb::arg("workspace"), nb::arg("stream"), nb::arg("watch_signals"),
+          "tensors: one for each of INPUTS, or None; results: y, topk_ids, topk_weights, expert_counts, aux_loss, "
+          "z_loss.")
       .def(
           "backward",
-          [](const Plan& self, const Inputs& inputs, std::uintptr_t saved, const OutputGradients& output_gradients,
-             const InputGradients& input_gradients, std::uintptr_t workspace, std::uintptr_t stream,
+          [](const Plan& self, const nb::sequence& tensors, const nb::sequence& weights, const WeightPlaces& places,
+             std::int64_t num_sequences, nb::handle saved, const nb::sequence& upstream, const nb::sequence& of_inputs,
+             const nb::sequence& of_weights, std::uint64_t accumulate, nb::handle workspace, std::uintptr_t stream,
              bool watch_signals) {
+            Copies copies;
+            const Inputs inputs = inputs_of(tensors, weights, places, num_sequences, copies);
+            const OutputGradients output_gradients = output_gradients_of(upstream, copies);
+            const InputGradients input_gradients = input_gradients_of(of_inputs, of_weights, places, accumulate);
+            void* const saved_at = memory_of(saved, "saved");
+            void* const workspace_at = memory_of(workspace, "workspace");
+            nb::gil_scoped_release unlocked;
             waiting_for_ranks(self.options().group, watch_signals, [&] {
-              self.backward(inputs, pointer(saved), output_gradients, input_gradients, pointer(workspace),
-                            pointer(stream));
+              self.backward(inputs, saved_at, output_gradients, input_gradients, workspace_at, pointer(stream));
             });
           },
-          nb::arg("inputs"), nb::arg("saved"), nb::arg("output_gradients"), nb::arg("input_gradients"),
-          nb::arg("workspace"), nb::arg("stream") = 0, nb::arg("watch_signals") = false, Unlocked());
+          nb::arg("tensors"), nb::arg("weights"), nb::arg("places"), nb::arg("num_sequences"), nb::arg("saved"),
+          nb::arg("upstream"), nb::arg("of_inputs"), nb::arg("of_weights"), nb::arg("accumulate"), nb::arg("workspace"),
+          nb::arg("stream"), nb::arg("watch_signals"),
+          "upstream: the gradients of y, topk_weights, aux_loss and z_loss; of_inputs, of_weights: where those of "
+          "DIFFERENTIABLE_INPUTS and of the weights go, bit i of accumulate: added to what is there. None: not "
+          "wanted.");
 
   module.def("update_selection_bias", &update_selection_bias, nb::arg("bias"), nb::arg("counts"), nb::arg("rate"));
 }
