@@ -3,7 +3,7 @@
 // First the bits are compared. With an argument the ranks are on so many GPUs, in turns; the fraction is then of what one
 // GPU would do in as many times the time.
 //
-// Build: as layer_workbench.cu. ranks_workbench [GPUS]
+// Build: as layer_workbench.cu. ranks_workbench [GPUS [SHAPE]]; SHAPE: a part of a name
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -234,7 +234,9 @@ int main(int count, char** arguments) {
     const Shape shapes[] = {{"Qwen3-30B", 2048, 768, 128, 8, 16384},
                             {"GPT-OSS-120B", 2880, 2880, 128, 4, 16384},
                             {"DeepSeek-V3/4", 7168, 2048, 64, 8, 8192}};
-    for (const Shape& shape : shapes) measure(shape, 2, gpus);
+    for (const Shape& shape : shapes) {
+      if (count < 3 || std::strstr(shape.name, arguments[2])) measure(shape, 2, gpus);
+    }
   } catch (const Error& error) {
     std::printf("FAILED: %s\n", error.what());
     return 1;

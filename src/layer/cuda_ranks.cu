@@ -49,7 +49,8 @@ CudaRanks::CudaRanks(const Plan::Impl& plan, const schedule::TileShape& tile)
   check_sizes(plan, geometry);
   counters_ = schedule::CounterMap::of(geometry.sizes);
   for (const std::int64_t tokens : plan.max_tokens_of_rank) windows_.push_back(Window::of(plan.config, tokens, &counters_));
-  memory_ = plan.transport().device_memory(layout_number(windows_, counters_), windows_[rank_].size);
+  memory_ = plan.transport().device_memory(layout_number(windows_, counters_), windows_[rank_].size,
+                                           [this](std::byte* memory) { count_from_last_pass(memory); });
   int device = 0, multiprocessors = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
   check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "multiprocessor count");
@@ -67,6 +68,14 @@ CudaRanks::CudaRanks(const Plan::Impl& plan, const schedule::TileShape& tile)
 template <class U>
 U* CudaRanks::at(int rank, std::uint64_t offset) const {
   return reinterpret_cast<U*>(memory_->rank[rank] + offset);
+}
+
+// Passes are counted on from the group's last one: flags stand there, as if it had been of this layout.
+void CudaRanks::count_from_last_pass(std::byte* memory) const {
+  const std::vector<std::uint64_t> last(static_cast<std::size_t>(counters_.flags_size), plan_.transport().last_pass());
+  const Window& mine = windows_[rank_];
+  check(cudaMemcpy(memory + mine.state, last.data(), sizeof last[0], cudaMemcpyHostToDevice), "number of the last pass");
+  check(cudaMemcpy(memory + mine.flags, last.data(), last.size() * sizeof last[0], cudaMemcpyHostToDevice), "flags");
 }
 
 void CudaRanks::place_tables() {

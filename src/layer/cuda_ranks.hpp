@@ -31,6 +31,7 @@ class CudaRanks {
  private:
   template <class U>
   U* at(int rank, std::uint64_t offset) const;
+  void count_from_last_pass(std::byte* memory) const;
   void place_tables();
   void place_on_device();
 

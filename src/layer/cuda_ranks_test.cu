@@ -73,6 +73,19 @@ TEST(CudaRanks, SameBitsAtARealSize) {
   }
 }
 
+TEST(CudaRanks, NumbersOfPassesMayWrapAround) {
+  LayerConfig config;
+  config.hidden_size = 64, config.intermediate_size = 64, config.num_experts = 4, config.top_k = 2;
+  const Problem p = random_problem(config, 64, 5);
+  const Results one = run_gpu(p);
+  for (const std::uint64_t passes : {~0ull, ~0ull - 1, ~0ull - 2, 1ull << 63}) {
+    RunOptions options = on_ranks({20, 44});
+    options.passes_before = passes;
+    options.backwards = 3;
+    expect_identical(run_gpu(p, options), one, std::to_string(passes) + " passes before", of_each_rank(p));
+  }
+}
+
 TEST(CudaRanks, AllTokensGoToOneRank) {
   LayerConfig config;
   config.hidden_size = 136, config.intermediate_size = 72, config.num_experts = 8, config.top_k = 2;

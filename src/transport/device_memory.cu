@@ -80,7 +80,8 @@ std::shared_ptr<HostWords> common_words(Transport& ranks, std::shared_ptr<HostWo
 
 }  // namespace
 
-std::shared_ptr<const DeviceMemory> DeviceShares::share(Transport& ranks, std::uint64_t layout, std::uint64_t bytes) {
+std::shared_ptr<const DeviceMemory> DeviceShares::share(Transport& ranks, std::uint64_t layout, std::uint64_t bytes,
+                                                        const Transport::Prepare& prepare) {
   std::shared_ptr<const DeviceMemory> here;
   if (const auto found = made_.find(layout); found != made_.end()) here = found->second.lock();
   const std::vector<std::int64_t> have = ranks.all_gather(here != nullptr);
@@ -99,6 +100,7 @@ std::shared_ptr<const DeviceMemory> DeviceShares::share(Transport& ranks, std::u
     words_ = words;
   }
   made->own = device_allocation(bytes);
+  prepare(static_cast<std::byte*>(made->own.get()));
   for (const std::int64_t number : ranks.all_gather(number_of(made->own.get()))) {
     made->rank.push_back(pointer_of<std::byte>(number));
   }

@@ -17,7 +17,8 @@ class DeviceShares {
  public:
   // Collective, through `ranks`. Equal layouts share memory for as long as some plan keeps it: addresses never change,
   // since captured graphs name them, and what different layouts have to do with each other is nothing.
-  std::shared_ptr<const DeviceMemory> share(Transport& ranks, std::uint64_t layout, std::uint64_t bytes);
+  std::shared_ptr<const DeviceMemory> share(Transport& ranks, std::uint64_t layout, std::uint64_t bytes,
+                                            const Transport::Prepare& prepare);
   // Ends the waits of all ranks' kernels.
   void stop();
 

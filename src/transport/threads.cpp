@@ -110,8 +110,9 @@ class Threads final : public Transport {
   }
 
 #if defined(MOELITH_WITH_CUDA)
-  std::shared_ptr<const DeviceMemory> device_memory(std::uint64_t layout, std::uint64_t bytes) override {
-    return device_shares_.share(*this, layout, bytes);
+  std::shared_ptr<const DeviceMemory> device_memory(std::uint64_t layout, std::uint64_t bytes,
+                                                    const Prepare& prepare) override {
+    return device_shares_.share(*this, layout, bytes, prepare);
   }
 #endif
 

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -68,8 +69,10 @@ class Transport {
 
   // Collective, outside of passes. Memory of this rank's current GPU, `bytes` bytes of it, for passes whose symmetric
   // memory is laid out as `layout` says, a number that is alike on all ranks and stands for their sizes too. It lives as
-  // long as it is kept. Throws Error(unsupported) naming the ranks whose GPUs cannot be reached by load and store.
-  virtual std::shared_ptr<const DeviceMemory> device_memory(std::uint64_t layout, std::uint64_t bytes);
+  // long as it is kept. `prepare` gets this rank's where it is made anew, all zero, before the others see it. Throws
+  // Error(unsupported) naming the ranks whose GPUs cannot be reached by load and store.
+  using Prepare = std::function<void(std::byte* memory)>;
+  virtual std::shared_ptr<const DeviceMemory> device_memory(std::uint64_t layout, std::uint64_t bytes, const Prepare& prepare);
 
   // Of any rank; valid until the next reserve. Memory is aligned to 256 bytes.
   virtual std::byte* memory(int rank) const = 0;
