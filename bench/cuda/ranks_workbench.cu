@@ -1,6 +1,6 @@
 // Several ranks side by side on one GPU, each with its share of the SMs, beside one rank with all SMs, all experts and all
 // tokens: the same work, so that the difference is what the protocol costs. Both in turns, since clocks follow the heat.
-// First the bits are compared. With an argument the ranks are on so many GPUs, in turns; the fraction is then of what one
+// First the bits are compared; a line "row" is one of bench/results/ranks-h200.json. With an argument the ranks are on so many GPUs, in turns; the fraction is then of what one
 // GPU would do in as many times the time.
 //
 // Build: as layer_workbench.cu. ranks_workbench [GPUS [SHAPE]]; SHAPE: a part of a name
@@ -221,6 +221,14 @@ void measure(const Shape& shape, int ranks, int gpus) {
                 "%7.3f (%.3f); both %.3f; bits %s\n",
                 shape.name, ranks, gpus, static_cast<long long>(shape.tokens), f2, f1, f1 / f2 / gpus, b2, b1,
                 b1 / b2 / gpus, (f1 + b1) / (f2 + b2) / gpus, same ? "alike" : "DIFFERENT");
+    std::printf("row {\"shape\": \"%s (%lld, %lld, %d, %d), %d ranks on %s\", \"hidden_size\": %lld, \"intermediate_size\": %lld, "
+                "\"num_experts\": %d, \"top_k\": %d, \"tokens\": %lld, \"ranks\": %d, \"gpus\": %d, \"routing\": \"balanced\", "
+                "\"forward_ms\": %.3f, \"forward_backward_ms\": %.3f, \"rivals\": {\"one rank on one GPU, all tokens\": "
+                "{\"forward_ms\": %.3f, \"forward_backward_ms\": %.3f}}}\n",
+                shape.name, static_cast<long long>(shape.hidden), static_cast<long long>(shape.width), shape.experts,
+                shape.top_k, ranks, gpus == 1 ? "one GPU" : (std::to_string(gpus) + " GPUs").c_str(),
+                static_cast<long long>(shape.hidden), static_cast<long long>(shape.width), shape.experts, shape.top_k,
+                static_cast<long long>(shape.tokens), ranks, gpus, f2, f2 + b2, f1, f1 + b1);
     std::fflush(stdout);
   }
   free_all();
