@@ -20,7 +20,8 @@ struct PlanOptions {
   std::int64_t max_tokens = 0;      // the largest T of any call on this rank; 0 is allowed (then every call has T = 0)
   DeviceKind device = DeviceKind::cpu;
   int workers = 0;                  // CPU threads, or SMs of the GPU (which work in pairs: at least 2, an even number), up
-                                    // to limits::workers; 0: all that the process may use
+                                    // to limits::workers; 0: all that the process may use. Ranks that share a GPU
+                                    // have an equal share of its SMs each, and never more
   bool recompute = false;           // keep x and the routing table only; backward runs gate_up again
   Group group = Group::single();
   // expert_rank[e]: the rank that holds expert e; empty: contiguous, the first E % R ranks hold one more. Local experts
