@@ -83,10 +83,11 @@ __device__ __forceinline__ void compute_tiles(SharedMemory<N>& shared, int group
         rows_to_slots<N, Ranks>(sums, work, nullptr, tensors.slots, hidden, Warp::now(shared));
       } else if (stage == Stage::gate_up_bias_grad || stage == Stage::down_bias_grad) {
         pass_turn();
+        auto* staging = reinterpret_cast<WeightedRow*>(shared.staging[4 * group]);
         if (stage == Stage::gate_up_bias_grad) {
-          gate_up_bias_gradient(data, work, thread_now() % 128);
+          gate_up_bias_gradient(data, work, staging, group, thread_now() % 128);
         } else {
-          down_bias_gradient<Ranks>(data, work, thread_now() % 128);
+          down_bias_gradient<Ranks>(data, work, staging, group, thread_now() % 128);
         }
       } else {
         Sums<N> sums;

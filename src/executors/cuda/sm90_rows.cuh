@@ -136,54 +136,69 @@ __device__ __forceinline__ void combine(SharedMemory<N>& shared, const Work& wor
   }
 }
 
-// Sums over the rows of an expert: 64 rows at a time from its first, then over those sums in order. add(row, column, sum)
-// adds the row's values of 8 columns.
-template <class Add>
+// A row of what a bias gradient sums: weight * values[column].
+struct alignas(16) WeightedRow {
+  const bf16* values;
+  float weight;
+};
+
+// The gradient of a bias of `columns` columns: over the rows of an expert, 64 at a time from its first, then over those
+// sums in order. row_of(r): row r of the expert's group. By one warpgroup, whose shared memory takes 64 rows at a time, so
+// that many values are on their way at once and not behind a chain of look-ups each.
+template <class RowOf>
 __device__ __forceinline__ void bias_gradient(const GradientTarget& targets, const Work& work, std::int64_t columns,
-                                              int thread, Add&& add) {
+                                              WeightedRow* staging, int group, int thread, RowOf&& row_of) {
   if (!targets || (work.sum_rows == 0 && targets.accumulate)) return;
+  constexpr int together = 64;
   const GradientTarget target = targets.of(work.expert, columns);
-  for (std::int64_t column = (std::int64_t(cluster_rank()) * consumer_threads + thread) * 8; column < columns;
-       column += cluster_blocks * consumer_threads * 8) {
+#pragma unroll 1
+  for (std::int64_t pass = std::int64_t(cluster_rank()) * consumer_threads * 8; pass < columns;
+       pass += cluster_blocks * consumer_threads * 8) {
+    const std::int64_t column = pass + thread * 8;
     float total[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-    for (int begin = 0; begin < work.sum_rows; begin += 64) {
-      float group[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-      const int end = min(begin + 64, work.sum_rows);
+#pragma unroll 1
+    for (int begin = 0; begin < work.sum_rows; begin += together) {
+      const int count = min(together, work.sum_rows - begin);
+      named_barrier_sync(barrier_own + group, consumer_threads);  // the rows before have been read
+      if (thread < count) staging[thread] = row_of(work.row_begin + begin + thread);
+      named_barrier_sync(barrier_own + group, consumer_threads);
+      if (column >= columns) continue;
+      float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
 #pragma unroll 8
-      for (int r = begin; r < end; ++r) add(work.row_begin + r, column, group);
+      for (int r = 0; r < count; ++r) {
+        const WeightedRow row = staging[r];
+        float f[8];
+        unpack(load_16_shared_by_sms(row.values + column), f);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) total[i] += group[i];
+        for (int c = 0; c < 8; ++c) sum[c] = fmaf(row.weight, f[c], sum[c]);
+      }
+#pragma unroll
+      for (int c = 0; c < 8; ++c) total[c] += sum[c];
     }
-    store_gradient(target, column, total);
+    if (column < columns) store_gradient(target, column, total);
   }
 }
-__device__ __forceinline__ void gate_up_bias_gradient(const PassData& data, const Work& work, int thread) {
+__device__ __forceinline__ void gate_up_bias_gradient(const PassData& data, const Work& work, WeightedRow* staging,
+                                                      int group, int thread) {
   const ExpertGroup& tensors = data.groups[work.group];
   const std::int64_t columns = data.pass.sizes.gate_up_factor * tensors.width;
-  bias_gradient(tensors.gate_up_bias_grad, work, columns, thread,
-                [&](std::int64_t row, std::int64_t column, float(&sum)[8]) {
-                  float f[8];
-                  unpack(load_16_shared_by_sms(tensors.d_pre_activation + row * columns + column), f);
-#pragma unroll
-                  for (int i = 0; i < 8; ++i) sum[i] += f[i];
-                });
+  bias_gradient(tensors.gate_up_bias_grad, work, columns, staging, group, thread,
+                [&](std::int64_t row) { return WeightedRow{tensors.d_pre_activation + row * columns, 1.0f}; });
 }
 template <bool Ranks>
-__device__ __forceinline__ void down_bias_gradient(const PassData& data, const Work& work, int thread) {
+__device__ __forceinline__ void down_bias_gradient(const PassData& data, const Work& work, WeightedRow* staging,
+                                                   int group, int thread) {
   const schedule::Sizes& sizes = data.pass.sizes;
-  const ExpertGroup& tensors = data.groups[work.group];
-  bias_gradient(tensors.down_bias_grad, work, sizes.hidden_size, thread,
-                [&](std::int64_t row, std::int64_t column, float(&sum)[8]) {
-                  float weight = 1.0f, f[8];
-                  const std::int64_t route = work.group == 0 ? data.pass.layout.row_route[row] : row;
+  bias_gradient(data.groups[work.group].down_bias_grad, work, sizes.hidden_size, staging, group, thread,
+                [&](std::int64_t row) {
+                  const std::int64_t index = work.group == 0 ? data.pass.layout.row_route[row] : row;
+                  float weight = 1.0f;
                   if (work.group == 0) {
-                    if (data.weight_after_down) weight = Ranks ? data.row_weight[row] : data.topk_weights[route];
+                    if (data.weight_after_down) weight = Ranks ? data.row_weight[row] : data.topk_weights[index];
                   } else if (data.shared_gates) {
                     weight = data.shared_gates[row * sizes.shared_experts + work.group - 1];
                   }
-                  unpack(load_16_shared_by_sms(dy_of_row<Ranks>(data, work, row, route) + column), f);
-#pragma unroll
-                  for (int i = 0; i < 8; ++i) sum[i] = fmaf(weight, f[i], sum[i]);
+                  return WeightedRow{dy_of_row<Ranks>(data, work, row, index), weight};
                 });
 }
 
