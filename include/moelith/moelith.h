@@ -197,7 +197,9 @@ typedef struct moelith_group* moelith_group_t;
 MOELITH_API moelith_status_t moelith_group_create_single(moelith_group_t* group);
 
 /* The memberships of `ranks` ranks of one process, each to be used by a thread of its own; groups: room for `ranks`
- * handles, groups[r] is rank r's. Each is destroyed by itself.
+ * handles, groups[r] is rank r's. Each is destroyed by itself. A plan on a GPU is on the one that is current when it is
+ * made: ranks may share a GPU, each with a stream of its own and its share of the SMs, or have GPUs that reach each
+ * other's memory.
  * MOELITH_INVALID_ARGUMENT: groups is NULL, ranks is out of range. */
 MOELITH_API moelith_status_t moelith_group_create_threads(int32_t ranks, moelith_group_t* groups);
 
