@@ -304,7 +304,7 @@ class Bench {
       sm90_run_pass(run.backward, blocks, nullptr);
       check(cudaDeviceSynchronize(), "backward");
     }
-    if (error_->stage >= 0) {
+    if (error_->state == PassError::there) {
       std::printf("%s: gave up in stage %d, expert %d, block %d\n", c_.name.c_str(), error_->stage, error_->expert,
                   error_->row_block);
       return false;
