@@ -63,8 +63,7 @@ std::shared_ptr<void> device_allocation(std::uint64_t bytes) {
   return owned;
 }
 
-// One for all ranks, in the host's memory: rank 0 makes it. The others' pointers keep nothing alive, but each rank's
-// DeviceMemory holds what its own plans need, and a group's transports share one object.
+// One for all ranks, in the host's memory: rank 0 makes it, and all own it together.
 std::shared_ptr<HostWords> common_words(Transport& ranks, std::shared_ptr<HostWords>& mine) {
   void* memory = nullptr;
   if (ranks.rank() == 0 && !mine) {
