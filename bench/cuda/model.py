@@ -130,6 +130,7 @@ def main():
     medians = {side: statistics.median(values) for side, values in seconds.items()}
     rates = {side: tokens / value for side, value in medians.items()}
     differences = [abs(a - b) for a, b in zip(losses["transformers"], losses["moelith"])]
+    assert all(difference == difference for difference in differences), f"losses: {losses}"
     for i in sorted({0, *range(4, arguments.steps, 5), arguments.steps - 1}):
         print(f"step {i + 1:3}  loss: transformers {losses['transformers'][i]:.4f}  moelith {losses['moelith'][i]:.4f}")
     print(f"largest difference {max(differences):.4f}")

@@ -221,6 +221,7 @@ void measure(const Shape& shape, int ranks, int gpus) {
                 "%7.3f (%.3f); both %.3f; bits %s\n",
                 shape.name, ranks, gpus, static_cast<long long>(shape.tokens), f2, f1, f1 / f2 / gpus, b2, b1,
                 b1 / b2 / gpus, (f1 + b1) / (f2 + b2) / gpus, same ? "alike" : "DIFFERENT");
+    if (!same) throw Error(Status::internal, std::string(shape.name) + ": several ranks give other bits than one");
     std::printf("row {\"shape\": \"%s (%lld, %lld, %d, %d), %d ranks on %s\", \"hidden_size\": %lld, \"intermediate_size\": %lld, "
                 "\"num_experts\": %d, \"top_k\": %d, \"tokens\": %lld, \"ranks\": %d, \"gpus\": %d, \"routing\": \"balanced\", "
                 "\"forward_ms\": %.3f, \"forward_backward_ms\": %.3f, \"rivals\": {\"one rank on one GPU, all tokens\": "

@@ -20,8 +20,11 @@ class Group {
   // A group of one rank: no communication. What a default-constructed plan uses.
   static Group single();
   // `ranks` ranks of one process that run on different threads, each thread calling with its own Group. Of CUDA plans
-  // each is on the GPU that is current when its plan is made: several ranks may share a GPU, each on a stream of its own
-  // and with its share of the SMs, or have GPUs that reach each other's memory by load and store.
+  // each is on the GPU that is current when its plan is made: several ranks may share a GPU, each with its share of the
+  // SMs, or have GPUs that reach each other's memory by load, store and atomic addition. Each rank passes a stream of its
+  // own (cudaStreamNonBlocking), and nothing that one rank's pass waits for may be queued behind another's: no work on the
+  // legacy default stream between them, and no more streams in use than CUDA_DEVICE_MAX_CONNECTIONS (8 unless set). What
+  // other GPUs read of a call, x and the gradient of y, lies in memory from cudaMalloc.
   static std::vector<Group> threads(int ranks);
   // This process's rank among `ranks` processes of one host, which share memory (POSIX shared memory, in /dev/shm).
   // Collective: every process calls it with its own rank and the same name, of letters, digits, '-' and '_', which no
@@ -35,7 +38,8 @@ class Group {
   int size() const;
 
   // A wait for another rank that lasts longer ends the pass with Error(timed_out), which names the rank and the stage;
-  // the group is unusable from then on. 60 s by default. Waits that have begun keep their limit.
+  // the group is unusable from then on. 60 s by default. Waits that have begun keep their limit, and so do
+  // captured graphs.
   void set_timeout(std::chrono::milliseconds limit);
 
   // Tells all ranks that this one will not come: their waits for it end at once with Error(group_failed), as does every

@@ -181,6 +181,11 @@ class Group:
             )
         if dtype not in (torch.float64, torch.float32, torch.bfloat16):
             raise ValueError(f"x: dtype {dtype_name(dtype)}; accepted: float64, float32, bfloat16")
+        if device_type == "cuda" and self.size > 1:
+            raise NotImplementedError(
+                f"group: {self.size} ranks on device cuda; from Python accepted are groups of one rank there, and any on "
+                "the CPU"
+            )
         native = _moelith.PlanOptions()
         assign(native, fields | {"max_tokens": capacity if given is None else given})
         native.device = device_type

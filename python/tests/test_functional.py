@@ -168,6 +168,21 @@ def test_leading_dimensions_and_strides():
     assert torch.equal(run(tensors | {"x": columns}, config).y, expected.y)
 
 
+def test_gradients_that_come_in_may_be_strided():
+    config = CONFIGS["qwen2"]
+    tensors = tensors_of(config, 12)
+    output = run(tensors, config)
+    upstream = upstream_of(output)
+    expected = gradients(output, tensors, upstream, retain_graph=True)
+    strided = [torch.stack([gradient, torch.full_like(gradient, float("nan"))], -1)[..., 0] for gradient in upstream]
+    columns = [gradient.t().contiguous().t() if gradient.dim() == 2 else gradient for gradient in upstream]
+    wide = [torch.cat([gradient, gradient], 1)[:, : gradient.shape[1]] if gradient.dim() == 2 else gradient for gradient in upstream]
+    for other in (strided, columns, wide):
+        actual = gradients(output, tensors, other, retain_graph=True)
+        for name, gradient in expected.items():
+            assert torch.equal(actual[name], gradient), name
+
+
 @pytest.mark.parametrize("activation", ["swiglu", "geglu_tanh", "relu_squared"])
 @pytest.mark.parametrize("biases", [False, True])
 def test_dense_mlp(activation, biases):

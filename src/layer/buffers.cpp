@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "layer/fingerprint.hpp"
+#include "routing/device_router.hpp"
 
 namespace moelith::layer {
 namespace {
@@ -124,7 +125,8 @@ Window Window::of(const LayerConfig& config, std::int64_t tokens, const schedule
   window.route_rows = places.add(element * routes * config.hidden_size);
   window.route_dprob = places.add(accumulator * routes * widths.dprob_groups(config.intermediate_size));
   for (auto& table : window.table) {
-    table.header = places.add(64);
+    static_assert(routing::RankTable::header_length <= 8);
+    table.header = places.add(8 * 8);
     table.offsets = places.add(8 * (std::uint64_t(config.num_experts) + 1));
     table.counts = places.add(8 * std::uint64_t(config.num_experts));
     table.routes = places.add(4 * routes);

@@ -170,11 +170,12 @@ void CudaRanks::check_error() const {
                                               " does not; accepted: a buffer on every rank of the group, or on none");
   }
   const auto stage = static_cast<schedule::Stage>(found.stage);
+  const bool own_work = found.awaited == found.rank;
   const bool begins = stage == schedule::Stage::layout || stage == schedule::Stage::publish;
   std::string text = "rank " + rank + ", stage " + schedule::to_string(stage);
-  if (found.awaited < 0) text += ", expert " + std::to_string(found.expert) + ", row block " + std::to_string(found.row_block);
+  if (found.awaited < 0 || own_work) text += ", expert " + std::to_string(found.expert) + ", row block " + std::to_string(found.row_block);
   text += ": waited " + std::to_string(plan_.transport().timeout().count()) + " ms for " +
-          (found.awaited < 0 ? "rows of other ranks" : "rank " + awaited + (begins ? ", which has not begun this pass" : ""));
+          (own_work ? "its own work" : found.awaited < 0 ? "rows of other ranks" : "rank " + awaited + (begins ? ", which has not begun this pass" : ""));
   throw Error(found.rank == rank_ ? Status::timed_out : Status::group_failed, text + "; the results are incomplete");
 }
 

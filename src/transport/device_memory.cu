@@ -22,12 +22,15 @@ T* pointer_of(std::int64_t number) {
 
 // Makes the memory of GPU `other` reachable from the current one.
 void reach(int device, int other, int rank) {
-  int reachable = 0;
+  int reachable = 0, atomics = 0;
   check(cudaDeviceCanAccessPeer(&reachable, device, other), "cudaDeviceCanAccessPeer");
-  if (!reachable) {
+  if (reachable) {
+    check(cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, device, other), "cudaDeviceGetP2PAttribute");
+  }
+  if (!atomics) {
     throw Error(Status::unsupported, "group: rank " + std::to_string(rank) + "'s GPU " + std::to_string(other) +
-                                         " cannot be reached from GPU " + std::to_string(device) +
-                                         " by load and store");
+                                         " cannot be reached from GPU " + std::to_string(device) + " by " +
+                                         (reachable ? "atomic additions" : "load and store"));
   }
   const cudaError_t status = cudaDeviceEnablePeerAccess(other, 0);
   if (status == cudaErrorPeerAccessAlreadyEnabled) {
@@ -37,10 +40,15 @@ void reach(int device, int other, int rank) {
   }
 }
 
-// The ranks on this rank's GPU; the others' become reachable.
-int ranks_on_my_gpu(Transport& ranks) {
-  int device = 0, sharing = 0;
+int current_device() {
+  int device = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
+  return device;
+}
+
+// The ranks on this rank's GPU; the others' become reachable.
+int ranks_on_my_gpu(Transport& ranks, int device) {
+  int sharing = 0;
   const std::vector<std::int64_t> devices = ranks.all_gather(device);
   for (int r = 0; r < ranks.size(); ++r) {
     const int other = static_cast<int>(devices[r]);
@@ -82,12 +90,15 @@ std::shared_ptr<HostWords> common_words(Transport& ranks, std::shared_ptr<HostWo
 std::shared_ptr<const DeviceMemory> DeviceShares::share(Transport& ranks, std::uint64_t layout, std::uint64_t bytes,
                                                         const Transport::Prepare& prepare) {
   std::shared_ptr<const DeviceMemory> here;
-  if (const auto found = made_.find(layout); found != made_.end()) here = found->second.lock();
-  const std::vector<std::int64_t> have = ranks.all_gather(here != nullptr);
-  if (std::find(have.begin(), have.end(), 0) == have.end()) return here;
+  const int device = current_device();
+  if (const auto found = made_.find({layout, device}); found != made_.end()) here = found->second.lock();
+  // The same memory on all ranks, if that is what they have: it is known by where rank 0's lies.
+  const std::int64_t mine = here ? number_of(here->rank[0]) : 0;
+  const std::vector<std::int64_t> have = ranks.all_gather(mine);
+  if (mine != 0 && std::count(have.begin(), have.end(), mine) == ranks.size()) return here;
 
   auto made = std::make_shared<DeviceMemory>();
-  made->sharing = ranks_on_my_gpu(ranks);
+  made->sharing = ranks_on_my_gpu(ranks, device);
   std::shared_ptr<HostWords> words;
   {
     const std::lock_guard lock(mutex_);
@@ -98,12 +109,14 @@ std::shared_ptr<const DeviceMemory> DeviceShares::share(Transport& ranks, std::u
     const std::lock_guard lock(mutex_);
     words_ = words;
   }
-  made->own = device_allocation(bytes);
-  prepare(static_cast<std::byte*>(made->own.get()));
-  for (const std::int64_t number : ranks.all_gather(number_of(made->own.get()))) {
-    made->rank.push_back(pointer_of<std::byte>(number));
+  std::shared_ptr<void> own = device_allocation(bytes);
+  prepare(static_cast<std::byte*>(own.get()));
+  for (const std::int64_t number : ranks.all_gather(number_of(&own))) {
+    made->owned.push_back(*pointer_of<std::shared_ptr<void>>(number));
+    made->rank.push_back(static_cast<std::byte*>(made->owned.back().get()));
   }
-  made_[layout] = made;
+  ranks.all_gather(0);  // each rank's pointer stays until all have copied it
+  made_[{layout, device}] = made;
   return made;
 }
 

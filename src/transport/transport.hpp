@@ -49,7 +49,7 @@ struct DeviceMemory {
   std::vector<std::byte*> rank;  // [R], each as this rank addresses it: aligned to 256 bytes, all zero at first
   std::shared_ptr<HostWords> words;
   int sharing = 1;               // how many of the ranks are on this rank's GPU
-  std::shared_ptr<void> own;     // keeps rank[rank()] alive
+  std::vector<std::shared_ptr<void>> owned;  // keeps all of it alive: another rank's kernel may read to its own pass's end
 };
 
 class Transport {

@@ -154,7 +154,8 @@ Inputs inputs_of(const nb::sequence& tensors, const nb::sequence& weights, const
 
 OutputGradients output_gradients_of(const nb::sequence& tensors, Copies& copies) {
   return struct_of(output_gradient_fields, tensors, [&](nb::handle tensor, const char* name) {
-    return copies.view_of(tensor, std::string("gradient of ") + name, Layout::rows);
+    return copies.view_of(tensor, std::string("gradient of ") + name,
+                          name == output_gradient_fields[0].name ? Layout::rows : Layout::contiguous);
   });
 }
 

@@ -19,7 +19,7 @@ constexpr int meeting_threads = 256, collecting_threads = 256, collecting_blocks
 
 using Flag = ::cuda::atomic_ref<unsigned long long, ::cuda::thread_scope_system>;
 
-// Where rows are, from the table that names them: alike for whoever sees both.
+// Where rows are, from the table that names them: alike for all ranks of a process.
 __device__ std::int64_t distance(const RankTable& table, const bfloat16* rows) {
   return reinterpret_cast<const char*>(rows) - reinterpret_cast<const char*>(table.header);
 }

@@ -85,7 +85,7 @@ struct PassError {
   std::int32_t state = none;
   std::int32_t stage = 0, expert = 0, row_block = 0;
   std::int32_t rank = 0;      // that gave up
-  std::int32_t awaited = -1;  // the rank that it waited for; -1: several, or its own work
+  std::int32_t awaited = -1;  // the rank that it waited for, itself for its own work; -1: several
   std::int32_t saving = -1;   // 0 or 1 where forwards disagree: whether `rank` saves for a backward; `awaited` does not
 };
 

@@ -189,12 +189,13 @@ __device__ __forceinline__ bool await(const PassData& data, const unsigned long 
 }
 
 // The tile waited too long, or the group has failed, which whoever waited for it has told.
-inline __device__ __noinline__ void give_up(const PassData& data, const TileDescription& tile) {
+inline __device__ __noinline__ void give_up(const PassData& data, const TileDescription& tile, bool own_work) {
   if (data.stop && group_failed(data.stop)) return;
   PassError what;
   what.stage = static_cast<std::int32_t>(tile.stage);
   what.expert = tile.slot, what.row_block = tile.row_block;
   what.rank = data.pass.sizes.rank;
+  if (own_work) what.awaited = what.rank;
   report(data.error, data.stop, what);
 }
 
@@ -224,10 +225,10 @@ __device__ __forceinline__ void take_tiles(SharedMemory<N>& shared, int lane) {
       auto arrived = [&](int counter, std::uint32_t target) {
         return target == 0 || await<Ranks, Ranks>(data, data.counters.arrivals + counter, 1, target, 0, lane);
       };
-      if (!(await<Ranks, false>(data, data.counters.local + local.x, local.y, local.z, local.w, lane) &&
-            arrived(arrivals.x, arrivals.y) && arrived(arrivals.z, arrivals.w))) {
+      const bool own_work_done = await<Ranks, false>(data, data.counters.local + local.x, local.y, local.z, local.w, lane);
+      if (!(own_work_done && arrived(arrivals.x, arrivals.y) && arrived(arrivals.z, arrivals.w))) {
         index = -1;
-        if (lane == 0) give_up(data, tile);
+        if (lane == 0) give_up(data, tile, !own_work_done);
       }
     }
     barrier_wait_in_cluster(shared_address(&shared.mail_empty[mail.slot]), mail.parity ^ 1);
