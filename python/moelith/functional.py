@@ -9,7 +9,6 @@ from typing import Mapping, NamedTuple, Optional, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from moelith import operators
 from moelith.config import Activation, LayerConfig, PlanOptions
@@ -160,7 +159,7 @@ def _forward(
         _check_tensor(num_valid_tokens, "num_valid_tokens", device)
     weights = list(weights.values())
     differentiable = (x, router_logits, topk_weights, shared_gate_logits, *weights)
-    _refuse_other_modes((*differentiable, selection_bias))
+    _refuse_transforms()
     return operators.moe(
         x,
         router_logits,
@@ -256,17 +255,10 @@ def check_type(value, name, accepted):
         raise TypeError(f"{name}: {type(value).__name__}; accepted: {accepted.__name__}")
 
 
-def _refuse_other_modes(tensors):
-    """Without this, forward-mode differentiation would take the layer for a constant, and the transforms of torch.func
-    would end in an error that tells nothing."""
-    if torch.compiler.is_compiling():
-        return
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+def _refuse_transforms():
+    """Without this, the transforms of torch.func would end in an error that tells nothing."""
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
         raise NotImplementedError("torch.func's transforms (grad, vmap, jvp, ...): accepted is reverse mode, backward()")
-    if forward_ad._current_level < 0:
-        return
-    if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
-        raise NotImplementedError("forward-mode differentiation (jvp): accepted is reverse mode, backward()")
 
 
 def _check_tensor(tensor, name, device):

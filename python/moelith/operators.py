@@ -15,10 +15,11 @@ from typing import List, Optional, Tuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch.autograd import forward_ad
 
 from moelith import _moelith
 from moelith.config import LayerConfig
-from moelith.runtime import BUFFER_ALIGNMENT, SINGLE_HANDLE, Group, aligned_empty
+from moelith.runtime import BUFFER_ALIGNMENT, SINGLE_HANDLE, Group, aligned_empty, dtype_name
 
 _TENSOR_INPUTS = _moelith.INPUTS
 _DIFFERENTIABLE = _moelith.DIFFERENTIABLE_INPUTS
@@ -97,7 +98,9 @@ def _run_forward(
     says that weight i has one.
     """
     tensors = (x, router_logits, topk_ids, topk_weights, selection_bias, shared_gate_logits, num_valid_tokens)
-    with Group.of(group) as owner:
+    owner = Group.of(group)
+
+    def run():
         tokens, device = x.shape[0], x.device
         plan = owner.plan(config, options, x.dtype, device.type, tokens)
         sizes = owner.buffer_sizes(plan, tokens)
@@ -114,7 +117,9 @@ def _run_forward(
             _stream(x),
             owner.waits_on_main_thread(),
         )
-    return (*results, x.new_empty((0,), dtype=torch.uint8) if saved is None else saved)
+        return (*results, x.new_empty((0,), dtype=torch.uint8) if saved is None else saved)
+
+    return owner.in_turn(run)
 
 
 def _fake_forward(
@@ -154,11 +159,22 @@ moe = _define("moe", _run_forward, _fake_forward)
 
 
 def _differentiable_forward(keyset, *arguments):
+    _refuse_forward_mode(arguments)
     if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)):
         return _below_autograd(keyset, *arguments)
     n = len(_TENSOR_INPUTS)
     weights, *others = arguments[n:]
     return _Layer.apply(keyset, others, *arguments[:n], *weights)
+
+
+def _refuse_forward_mode(arguments):
+    """Without this, forward-mode differentiation would take the layer for a constant."""
+    if forward_ad._current_level < 0:
+        return
+    for argument in arguments:
+        for tensor in argument if isinstance(argument, (list, tuple)) else (argument,):
+            if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+                raise NotImplementedError("forward-mode differentiation (jvp): accepted is reverse mode, backward()")
 
 
 def _below_autograd(keyset, *arguments):
@@ -327,12 +343,13 @@ def _run_backward(
     group,
     num_sequences,
 ):
-    with Group.of(group) as owner:
+    owner = Group.of(group)
+
+    def run():
         x = tensors[0]
         tokens, device = x.shape[0], x.device
-        if saved.data_ptr() % BUFFER_ALIGNMENT:  # a hook on saved tensors moved it
-            saved = aligned_empty(saved.numel(), saved.device).copy_(saved)
-
+        plan = owner.plan(config, options, x.dtype, device.type, tokens)
+        sizes = owner.buffer_sizes(plan, tokens)
         remaining, remaining_main = iter(gradients), iter(main_gradients)
         of_inputs = [next(remaining) if wanted >> i & 1 else None for i in range(len(_DIFFERENTIABLE))]
         of_weights = [None] * len(weights)
@@ -341,21 +358,32 @@ def _run_backward(
                 of_weights[i] = next(remaining_main)
             elif wanted >> len(_DIFFERENTIABLE) + i & 1:
                 of_weights[i] = next(remaining)
-        plan = owner.plan(config, options, x.dtype, device.type, tokens)
         plan.backward(
             tensors,
             weights,
             _places(config),
             num_sequences,
-            saved,
+            _as_saved(saved, sizes.saved),
             upstream,
             of_inputs,
             of_weights,
             main_gradient_mask,
-            owner.workspace(owner.buffer_sizes(plan, tokens).workspace, device),
+            owner.workspace(sizes.workspace, device),
             _stream(x),
             owner.waits_on_main_thread(),
         )
+
+    owner.in_turn(run)
+
+
+def _as_saved(saved, size):
+    """`saved` as forward left it: a hook on saved tensors may have moved it."""
+    if saved.dtype != torch.uint8 or saved.numel() != size or not saved.is_contiguous():
+        raise ValueError(
+            f"saved: {dtype_name(saved.dtype)}{list(saved.shape)}; accepted: uint8[{size}], as forward saved it (a hook on "
+            "saved tensors may move it, but not change it)"
+        )
+    return aligned_empty(size, saved.device).copy_(saved) if saved.data_ptr() % BUFFER_ALIGNMENT else saved
 
 
 def _backward(

@@ -55,7 +55,7 @@ class Group:
     def __init__(self, native, handle=None):
         # A string, which torch.compile takes as a constant (it may make a symbol of a number).
         self.handle = str(next(Group._handles)) if handle is None else handle
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # that knows its owner
         self.size = native.size
         self._native = native
         self._plans = {}
@@ -138,15 +138,17 @@ class Group:
         """
         self._native.set_timeout(seconds)
 
-    def __enter__(self) -> "Group":
-        """For the length of a call of all ranks: threads take turns, and if it raises, the other ranks' calls end."""
-        self.lock.acquire()
-        return self
-
-    def __exit__(self, _kind, error, _traceback) -> None:
-        self.lock.release()
-        if error is not None:
-            self.fail(error)
+    def in_turn(self, call):
+        """call(), a call of all ranks: threads take turns, and if it raises, the other ranks' calls end."""
+        if self.lock._is_owned():
+            raise RuntimeError("the layer was called, by a signal handler or a finaliser, within a call on the same thread")
+        # The lock's own context manager: a signal handler that raises finds it either not taken or given back again.
+        with self.lock:
+            try:
+                return call()
+            except BaseException as error:
+                self.fail(error)
+                raise
 
     def fail(self, reason) -> None:
         """Tells all ranks that this one will not come: their calls end at once, with this reason, and so do later ones. A

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from layer_cases import BASE, CONFIGS, DEEPSEEK, error, in_float64, leaves, relative, tensors_of, with_router
 from plain_layer import ffn, plain_moe
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -748,3 +750,77 @@ stop.set()
 thread.join()
 """
     subprocess.run([sys.executable, "-c", code, os.path.dirname(__file__)], check=True, timeout=120)
+
+
+def test_forward_mode_in_compiled_code_is_refused():
+    config = CONFIGS["qwen2"]
+    tensors = tensors_of(config, 6)
+    frozen = {name: tensor.detach() if isinstance(tensor, torch.Tensor) else tensor for name, tensor in tensors.items()}
+    direction = torch.ones_like(frozen["x"])
+
+    def layer(x):
+        return MF.moe(config=config, **(frozen | {"x": x})).y
+
+    def tangent(x):
+        return torch.func.jvp(layer, (x,), (direction,))[1]
+
+    for backend in ("eager", "aot_eager"):  # PyTorch itself refuses some of these, likewise by a NotImplementedError
+        torch._dynamo.reset()
+        with pytest.raises(NotImplementedError):
+            torch.compile(tangent, backend=backend)(frozen["x"])
+        torch._dynamo.reset()
+        compiled = torch.compile(layer, backend=backend)
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError):
+            compiled(forward_ad.make_dual(frozen["x"], direction))
+    torch._dynamo.reset()
+
+
+def test_a_saved_buffer_that_a_hook_changed_is_refused():
+    config = CONFIGS["qwen2"]
+    tensors = tensors_of(config, 12)
+    for change in (lambda saved: saved[:256].clone(), lambda saved: saved.to(torch.int32)):
+        def unpack(saved, change=change):
+            return change(saved) if saved.dtype == torch.uint8 else saved
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, unpack):
+            output = run(tensors, config)
+        with pytest.raises(ValueError, match="saved: .*accepted: uint8"):
+            output.y.sum().backward()
+
+
+def test_a_call_within_a_call_on_one_thread_is_an_error():
+    config = CONFIGS["qwen2"]
+    tensors = tensors_of(config, 12)
+    with Group.single().lock, pytest.raises(RuntimeError, match="within a call on the same thread"):
+        run(tensors, config)
+    run(tensors, config)
+
+
+def test_a_signal_handler_that_raises_leaves_the_layer_usable():
+    config = CONFIGS["qwen2"]
+    tensors = tensors_of(config, 12)
+
+    class Stop(Exception):
+        pass
+
+    def stop(*_):
+        raise Stop
+
+    before = signal.signal(signal.SIGALRM, stop)
+    stopped = 0
+    try:
+        for i in range(60):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.0005 + 0.00013 * (i % 17))
+                for _ in range(50):
+                    run(tensors, config).y.sum().backward()
+            except Stop:
+                stopped += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert Group.single().lock.acquire(timeout=10)
+            Group.single().lock.release()
+            assert not Group.single().lock._is_owned()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert stopped > 30
