@@ -10,8 +10,6 @@ dense is useful FLOPs / (time x the rate of the dense products). Memory: what a 
 prints, and the peak of forward + backward, gradients included, above weights and inputs.
 """
 
-import argparse
-
 import torch
 import torch.nn.functional as F
 
@@ -19,19 +17,19 @@ import rivals
 import timing
 from moelith import MoE
 from moelith.runtime import Group
-from shapes import ROUTINGS, SHAPES, router_logits
+from shapes import ROUTINGS, SHAPES, options, router_logits
 
 BOUND = 1e-2
+
+
+def within_bound(errors):
+    return all(error <= BOUND for error in errors.values())  # a NaN is not
 
 
 class Problem:
     """One shape: the layer, inputs that are drawn anew, and the contenders: name -> (function, what it has gradients by)."""
 
-    def within_bound(errors):
-    return all(error <= BOUND for error in errors.values())  # a NaN is not
-
-
-def __init__(self, shape, device):
+    def __init__(self, shape, device):
         self.shape, self.device = shape, device
         config = shape.config
         self.layer = MoE(config, device=device, dtype=torch.bfloat16)
@@ -250,13 +248,10 @@ def show(row, peaks):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=SHAPES, action="append", help="default: all but tiny")
+    parser = options(__doc__.splitlines()[0], "all but tiny", 7)
     parser.add_argument("--rival", choices=rivals.RIVALS, action="append", help="default: all")
     parser.add_argument("--quick-tuning", action="store_true", help="of sonic-moe: few of its tiles")
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     others = arguments.rival or list(rivals.RIVALS)

@@ -48,8 +48,15 @@ def route(logits, top_k):
     return ids, values.softmax(dim=-1)
 
 
-def shared_experts(layer, x):
-    return sum(F.linear(_swiglu(F.linear(x, s.gate_up_proj)), s.down_proj) for s in layer.shared_experts)
+def with_shared_experts(y, layer, x):
+    for s in layer.shared_experts:
+        y = y + F.linear(_swiglu(F.linear(x, s.gate_up_proj)), s.down_proj)
+    return y
+
+
+def require_swiglu(config):
+    if config.activation.kind != "swiglu":
+        raise Unsupported(f"no {config.activation.kind}")
 
 
 def plain(shape, layer):
@@ -69,7 +76,7 @@ def plain(shape, layer):
             rows = rows + layer.down_bias[experts]
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
         y = _combine(rows.index_select(0, place), weights.to(x.dtype).view(-1, 1), config.top_k)
-        return y + shared_experts(layer, x) if layer.shared_experts else y
+        return with_shared_experts(y, layer, x)
 
     run.parameters = list(layer.parameters())
     return run
@@ -94,8 +101,7 @@ def tune_sonic_moe_quickly():
 def sonic_moe(shape, layer):
     """sonic-moe's softmax(topk) layer, gate and up rows in turns, as it likes them best."""
     config = shape.config
-    if config.activation.kind != "swiglu":
-        raise Unsupported(f"no {config.activation.kind}")
+    require_swiglu(config)
     try:
         from sonicmoe import functional
         from sonicmoe.enums import ActivationType
@@ -109,7 +115,7 @@ def sonic_moe(shape, layer):
     def run(x, logits):
         y, _, _ = functional.moe_TC_softmax_topk_layer(
             x, logits.mT, w1.permute(1, 2, 0), None, w2.permute(1, 2, 0), None, config.top_k, stream, ActivationType.SWIGLU)
-        return y + shared_experts(layer, x) if layer.shared_experts else y
+        return with_shared_experts(y, layer, x)
 
     run.parameters = [w1, w2, *layer.shared_experts.parameters()]
     return run
@@ -118,8 +124,7 @@ def sonic_moe(shape, layer):
 def liger_cute(shape, layer):
     """liger-cute-kernels on one GPU; routing by PyTorch."""
     config = shape.config
-    if config.activation.kind != "swiglu":
-        raise Unsupported(f"no {config.activation.kind}")
+    require_swiglu(config)
     try:
         from liger_cute_kernels import MoEConfig, configure, nvshmem
         from liger_kernel.ops.cute.ops.moe import moe_fused
@@ -137,7 +142,7 @@ def liger_cute(shape, layer):
     def run(x, logits):
         ids, weights = route(logits, config.top_k)
         y = moe_fused(x, ids.int(), weights.to(x.dtype), gate, up, down, config.num_experts, config.top_k)
-        return y + shared_experts(layer, x) if layer.shared_experts else y
+        return with_shared_experts(y, layer, x)
 
     run.parameters = [gate, up, down, *layer.shared_experts.parameters()]
     return run

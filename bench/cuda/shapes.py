@@ -1,5 +1,6 @@
 """The shapes of the speed tables, and router logits for three kinds of routing."""
 
+import argparse
 import dataclasses
 
 import torch
@@ -50,3 +51,12 @@ def router_logits(routing, tokens, experts, top_k, device):
         popularity = -torch.log(1.0 + torch.randperm(experts, device=device))
         logits = popularity - torch.log(-torch.log(torch.rand(tokens, experts, device=device).clamp(1e-20, 1 - 1e-7)))
     return logits
+
+
+def options(description, default, rounds):
+    """A parser of what the scripts have in common: --shape, --rounds, --json. default: says which shapes."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--shape", choices=SHAPES, action="append", help=f"default: {default}")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--json", metavar="FILE")
+    return parser

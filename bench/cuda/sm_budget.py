@@ -6,13 +6,11 @@ Budgets take turns, fresh inputs each round, medians of CUDA events. `of_proport
 times the share of SMs; 1 is in proportion, above 1 better.
 """
 
-import argparse
-
 import torch
 
 import timing
 from moelith import MoE, PlanOptions
-from shapes import SHAPES, router_logits
+from shapes import SHAPES, options, router_logits
 
 BUDGETS = (132, 96, 64, 32)
 
@@ -55,11 +53,7 @@ def measure(name, shape, rounds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=SHAPES, action="append", help="default: Qwen3-30B")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", metavar="FILE")
-    arguments = parser.parse_args()
+    arguments = options(__doc__.splitlines()[0], "Qwen3-30B", 7).parse_args()
     torch.manual_seed(0)
     print(f"{'shape':12} {'SMs':>4} {'forward':>9} {'fwd + bwd':>9}      rate of proportion")
     rows = []

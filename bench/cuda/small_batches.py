@@ -7,7 +7,6 @@ from memory, not from a cache), medians of CUDA events. `floor_us` is the time t
 chosen, once, at 4.8 TB/s.
 """
 
-import argparse
 import statistics
 
 import torch
@@ -15,7 +14,7 @@ import torch
 import rivals
 import timing
 from moelith import MoE
-from shapes import SHAPES, router_logits
+from shapes import SHAPES, options, router_logits
 
 BYTES_PER_US = 4.8e6  # an H200's memory, by its data sheet
 TOKENS = (512, 64, 8, 1)  # falling: what PyTorch compiles for the first then serves the others
@@ -78,11 +77,7 @@ def measure(name, shape, tokens, rounds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=SHAPES, action="append", help="default: Qwen3-30B")
-    parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--json", metavar="FILE")
-    arguments = parser.parse_args()
+    arguments = options(__doc__.splitlines()[0], "Qwen3-30B", 50).parse_args()
     torch.manual_seed(0)
     print("microseconds          forward                                       forward + backward")
     print(f"{'shape':12} {'T':>5}  {'moelith':>9} {'plain':>9} {'floor':>9} {'above it':>9}   {'moelith':>9} {'plain':>9}")
