@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda_check.hpp"
 #include "executors/cuda/pass_data.hpp"
 #include "executors/cuda/timeline.hpp"
 #include "layer/bound_experts.hpp"
@@ -45,10 +46,6 @@ routing::DeviceFloats floats_of(const TensorView& view) {
 }
 
 [[noreturn]] void unsupported(const std::string& text) { throw Error(Status::unsupported, text); }
-
-void check_cuda(cudaError_t status, const char* what) {
-  if (status != cudaSuccess) throw Error(Status::device_error, std::string(what) + ": " + cudaGetErrorString(status));
-}
 
 // Rows move 16 bytes at a time.
 void check_rows(const TensorView& view, const char* name, std::int64_t shared = -1) {

@@ -6,6 +6,8 @@
 #include <limits>
 #include <string>
 
+#include "cuda_check.hpp"
+
 namespace moelith::layer {
 
 using executors::cuda::ExchangeJob;
@@ -15,10 +17,6 @@ using executors::cuda::Peers;
 using numerics::bfloat16;
 
 namespace {
-
-void check(cudaError_t status, const char* what) {
-  if (status != cudaSuccess) throw Error(Status::device_error, std::string(what) + ": " + cudaGetErrorString(status));
-}
 
 void check_sizes(const Plan::Impl& plan, const Geometry& geometry) {
   if (plan.options.group.size() > limits::device_ranks) {
@@ -52,8 +50,8 @@ CudaRanks::CudaRanks(const Plan::Impl& plan, const schedule::TileShape& tile)
   memory_ = plan.transport().device_memory(layout_number(windows_, counters_), windows_[rank_].size,
                                            [this](std::byte* memory) { count_from_last_pass(memory); });
   int device = 0, multiprocessors = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "multiprocessor count");
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "multiprocessor count");
   share_ = multiprocessors / memory_->sharing / 2 * 2;  // they work in pairs
   if (share_ == 0) {
     throw Error(Status::unsupported, "group: " + std::to_string(memory_->sharing) + " ranks share a GPU of " +
@@ -74,8 +72,8 @@ U* CudaRanks::at(int rank, std::uint64_t offset) const {
 void CudaRanks::count_from_last_pass(std::byte* memory) const {
   const std::vector<std::uint64_t> last(static_cast<std::size_t>(counters_.flags_size), plan_.transport().last_pass());
   const Window& mine = windows_[rank_];
-  check(cudaMemcpy(memory + mine.state, last.data(), sizeof last[0], cudaMemcpyHostToDevice), "number of the last pass");
-  check(cudaMemcpy(memory + mine.flags, last.data(), last.size() * sizeof last[0], cudaMemcpyHostToDevice), "flags");
+  check_cuda(cudaMemcpy(memory + mine.state, last.data(), sizeof last[0], cudaMemcpyHostToDevice), "number of the last pass");
+  check_cuda(cudaMemcpy(memory + mine.flags, last.data(), last.size() * sizeof last[0], cudaMemcpyHostToDevice), "flags");
 }
 
 void CudaRanks::place_tables() {
@@ -111,12 +109,12 @@ void CudaRanks::place_on_device() {
   experts.insert(experts.end(), plan_.local_experts.begin(), plan_.local_experts.end());
   const std::size_t bytes = experts.size() * sizeof(std::int32_t);
   void* memory = nullptr;
-  check(cudaMalloc(&memory, sizeof(Peers) + bytes), "memory of the ranks' places");
+  check_cuda(cudaMalloc(&memory, sizeof(Peers) + bytes), "memory of the ranks' places");
   on_device_ = {memory, [](void* m) { cudaFree(m); }};
   job_.peers = static_cast<Peers*>(memory);
   auto* list = reinterpret_cast<std::int32_t*>(job_.peers + 1);
-  check(cudaMemcpy(memory, &peers, sizeof peers, cudaMemcpyHostToDevice), "copy of the ranks' places");
-  check(cudaMemcpy(list, experts.data(), bytes, cudaMemcpyHostToDevice), "copy of the experts' ranks");
+  check_cuda(cudaMemcpy(memory, &peers, sizeof peers, cudaMemcpyHostToDevice), "copy of the ranks' places");
+  check_cuda(cudaMemcpy(list, experts.data(), bytes, cudaMemcpyHostToDevice), "copy of the experts' ranks");
   job_.expert_rank = list;
   job_.local_experts = list + plan_.config.num_experts;
 }

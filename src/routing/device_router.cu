@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <string>
 
+#include "cuda_check.hpp"
 #include "moelith/tensor.hpp"
 #include "numerics/bfloat16.hpp"
 #include "routing/capacity.hpp"
@@ -852,10 +853,7 @@ __global__ void __launch_bounds__(32 * row_warps_of<PerLane>) route_gradient(con
   }
 }
 
-void check_launch(const char* what) {
-  const cudaError_t status = cudaGetLastError();
-  if (status != cudaSuccess) throw Error(Status::device_error, std::string(what) + ": " + cudaGetErrorString(status));
-}
+void check_launch(const char* what) { check_cuda(cudaGetLastError(), what); }
 
 // f.operator()<experts of a lane>()
 template <class F>
@@ -875,8 +873,7 @@ std::size_t device_router_scratch_bytes(const RouterConfig& config, std::int32_t
 void prepare_device_router(std::int32_t num_experts) {
   auto load = [](auto* kernel) {
     cudaFuncAttributes attributes;
-    const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
-    if (status != cudaSuccess) throw Error(Status::device_error, std::string("kernels of the router: ") + cudaGetErrorString(status));
+    check_cuda(cudaFuncGetAttributes(&attributes, kernel), "kernels of the router");
   };
   with_row(num_experts, [&]<int PerLane>() { load(choose_experts<PerLane>), load(route_gradient<PerLane>); });
   load(lay_out), load(place_routes), load(drop_routes), load(global_aux_loss);

@@ -5,14 +5,11 @@
 #include <algorithm>
 #include <string>
 
+#include "cuda_check.hpp"
 #include "moelith/tensor.hpp"
 
 namespace moelith::transport {
 namespace {
-
-void check(cudaError_t status, const char* what) {
-  if (status != cudaSuccess) throw Error(Status::device_error, std::string(what) + ": " + cudaGetErrorString(status));
-}
 
 std::int64_t number_of(void* pointer) { return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(pointer)); }
 template <class T>
@@ -23,9 +20,9 @@ T* pointer_of(std::int64_t number) {
 // Makes the memory of GPU `other` reachable from the current one.
 void reach(int device, int other, int rank) {
   int reachable = 0, atomics = 0;
-  check(cudaDeviceCanAccessPeer(&reachable, device, other), "cudaDeviceCanAccessPeer");
+  check_cuda(cudaDeviceCanAccessPeer(&reachable, device, other), "cudaDeviceCanAccessPeer");
   if (reachable) {
-    check(cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, device, other), "cudaDeviceGetP2PAttribute");
+    check_cuda(cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, device, other), "cudaDeviceGetP2PAttribute");
   }
   if (!atomics) {
     throw Error(Status::unsupported, "group: rank " + std::to_string(rank) + "'s GPU " + std::to_string(other) +
@@ -36,13 +33,13 @@ void reach(int device, int other, int rank) {
   if (status == cudaErrorPeerAccessAlreadyEnabled) {
     (void)cudaGetLastError();
   } else {
-    check(status, "cudaDeviceEnablePeerAccess");
+    check_cuda(status, "cudaDeviceEnablePeerAccess");
   }
 }
 
 int current_device() {
   int device = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   return device;
 }
 
@@ -64,10 +61,10 @@ int ranks_on_my_gpu(Transport& ranks, int device) {
 // Zeroed memory of the current GPU.
 std::shared_ptr<void> device_allocation(std::uint64_t bytes) {
   void* memory = nullptr;
-  check(cudaMalloc(&memory, std::max<std::uint64_t>(bytes, 256)), "symmetric memory");
+  check_cuda(cudaMalloc(&memory, std::max<std::uint64_t>(bytes, 256)), "symmetric memory");
   std::shared_ptr<void> owned(memory, [](void* m) { cudaFree(m); });
-  check(cudaMemset(memory, 0, std::max<std::uint64_t>(bytes, 256)), "symmetric memory");
-  check(cudaStreamSynchronize(cudaStreamLegacy), "symmetric memory");
+  check_cuda(cudaMemset(memory, 0, std::max<std::uint64_t>(bytes, 256)), "symmetric memory");
+  check_cuda(cudaStreamSynchronize(cudaStreamLegacy), "symmetric memory");
   return owned;
 }
 
@@ -75,7 +72,7 @@ std::shared_ptr<void> device_allocation(std::uint64_t bytes) {
 std::shared_ptr<HostWords> common_words(Transport& ranks, std::shared_ptr<HostWords>& mine) {
   void* memory = nullptr;
   if (ranks.rank() == 0 && !mine) {
-    check(cudaHostAlloc(&memory, sizeof(HostWords), cudaHostAllocPortable | cudaHostAllocMapped), "words for errors");
+    check_cuda(cudaHostAlloc(&memory, sizeof(HostWords), cudaHostAllocPortable | cudaHostAllocMapped), "words for errors");
     mine = {new (memory) HostWords, [](HostWords* words) { cudaFreeHost(words); }};
   }
   // Shared pointers of one process: the others copy rank 0's.

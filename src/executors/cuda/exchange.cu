@@ -5,6 +5,7 @@
 #include <cuda/atomic>
 #include <string>
 
+#include "cuda_check.hpp"
 #include "executors/cuda/pass_error.cuh"
 #include "moelith/tensor.hpp"
 
@@ -36,8 +37,7 @@ __device__ bool await_rank(const ExchangeJob& job, int from, unsigned long long 
     if (static_cast<long long>(flag.load(::cuda::std::memory_order_acquire) - pass) >= 0) return true;
     __nanosleep(100);
     if (tries % 256 != 0) continue;
-    unsigned long long now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    const unsigned long long now = global_time();
     if (began == 0) began = now;
     if (group_failed(job.stop)) return false;
     if (now - began <= job.wait_limit_ns) continue;
@@ -138,29 +138,25 @@ __global__ void __launch_bounds__(collecting_threads) collect(const __grid_const
   }
 }
 
-void check(cudaError_t status, const char* what) {
-  if (status != cudaSuccess) throw Error(Status::device_error, std::string(what) + ": " + cudaGetErrorString(status));
-}
-
 constexpr int largest_layout = (limits::device_ranks + 1) * limits::num_experts * 4;  // bytes of shared memory
 
 }  // namespace
 
 void prepare_exchange() {
   cudaFuncAttributes attributes;
-  check(cudaFuncSetAttribute(meet, cudaFuncAttributeMaxDynamicSharedMemorySize, largest_layout), "shared memory of the exchange");
-  check(cudaFuncGetAttributes(&attributes, collect), "kernels of the exchange");
+  check_cuda(cudaFuncSetAttribute(meet, cudaFuncAttributeMaxDynamicSharedMemorySize, largest_layout), "shared memory of the exchange");
+  check_cuda(cudaFuncGetAttributes(&attributes, collect), "kernels of the exchange");
 }
 
 void run_exchange(const ExchangeJob& job, void* stream_pointer) {
   const auto stream = static_cast<cudaStream_t>(stream_pointer);
   const bool forward = job.pass.sizes.direction == Direction::forward;
   meet<<<1, meeting_threads, forward ? (job.tables.ranks + 1) * job.num_experts * 4 : 0, stream>>>(job);
-  check(cudaGetLastError(), "launch of the exchange");
+  check_cuda(cudaGetLastError(), "launch of the exchange");
   const std::int32_t experts = job.pass.sizes.local_experts;
   if (!forward || experts == 0) return;
   collect<<<dim3(unsigned(experts), collecting_blocks), collecting_threads, 0, stream>>>(job);
-  check(cudaGetLastError(), "launch of the collection of routes");
+  check_cuda(cudaGetLastError(), "launch of the collection of routes");
 }
 
 }  // namespace moelith::executors::cuda

@@ -147,7 +147,7 @@ struct PassData {
 };
 
 // Tile shapes of the sm_90a executor for products of `columns` columns a block (128 or 192); a tile is shared by two
-// blocks. The Layout of a call depends on row_block alone.
+// blocks; top_k says how many tokens a tile of combine has room for. The Layout of a call depends on row_block alone.
 schedule::TileShape sm90_tile_shape(int columns, int gate_up_factor, int top_k);
 
 // Tensor maps of gate_up_proj [F I, H], or down_proj [H, I], of experts that lie apart, to be copied to device memory

@@ -5,6 +5,13 @@
 
 namespace moelith::executors::cuda {
 
+// Nanoseconds, alike on all SMs: what waits are bounded by.
+__device__ __forceinline__ unsigned long long global_time() {
+  unsigned long long now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
 // By one thread. The first report stays. stop: of the group, or null.
 __device__ inline void report(PassError* error, std::int32_t* stop, const PassError& what) {
   if (error && atomicCAS_system(&error->state, PassError::none, PassError::being_written) == PassError::none) {

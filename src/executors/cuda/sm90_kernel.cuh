@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <string>
 
+#include "cuda_check.hpp"
 #include "executors/cuda/sm90_epilogue.cuh"
 #include "executors/cuda/sm90_load.cuh"
 #include "executors/cuda/sm90_rows.cuh"
@@ -187,13 +188,13 @@ int prepare_device() {
   constexpr int remembered = 32;  // devices
   static std::atomic<int> counts[remembered] = {};
   int device = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   if (device < remembered) {
     if (const int known = counts[device].load(std::memory_order_acquire)) return known;
   }
   int count = 0;
-  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "multiprocessor count");
-  check(cudaFuncSetAttribute(run_pass<Pass, N, Ranks>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes<N>),
+  check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "multiprocessor count");
+  check_cuda(cudaFuncSetAttribute(run_pass<Pass, N, Ranks>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes<N>),
         "shared memory of the pass");
   if (device < remembered) counts[device].store(count, std::memory_order_release);
   return count;
@@ -256,7 +257,7 @@ void launch(const PassData& data, int blocks, cudaStream_t stream) {
   config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = 1;
-  check(cudaLaunchKernelEx(&config, run_pass<Pass, N, Ranks>, p), forward ? "launch of forward" : "launch of backward");
+  check_cuda(cudaLaunchKernelEx(&config, run_pass<Pass, N, Ranks>, p), forward ? "launch of forward" : "launch of backward");
 }
 
 }  // namespace moelith::executors::cuda::sm90

@@ -307,12 +307,7 @@ __device__ __forceinline__ int thread_now() {
   return thread;
 }
 
-// Nanoseconds, alike on all SMs, and cycles of this one.
-__device__ __forceinline__ unsigned long long global_time() {
-  unsigned long long now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  return now;
-}
+// Of this SM.
 __device__ __forceinline__ std::uint32_t cycles() {
   std::uint32_t now;
   asm volatile("mov.u32 %0, %clock;" : "=r"(now));

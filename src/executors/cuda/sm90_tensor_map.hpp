@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <string>
 
+#include "cuda_check.hpp"
 #include "moelith/tensor.hpp"
 #include "numerics/bfloat16.hpp"
 
@@ -15,16 +16,12 @@ namespace moelith::executors::cuda::sm90 {
 
 using numerics::bfloat16;
 
-inline void check(cudaError_t status, const char* what) {
-  if (status != cudaSuccess) throw Error(Status::device_error, std::string(what) + ": " + cudaGetErrorString(status));
-}
-
 using EncodeTensorMap = decltype(&cuTensorMapEncodeTiled);
 inline EncodeTensorMap encode_function() {
   static const EncodeTensorMap function = [] {
     void* pointer = nullptr;
     cudaDriverEntryPointQueryResult found;
-    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &pointer, 12000, cudaEnableDefault, &found),
+    check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &pointer, 12000, cudaEnableDefault, &found),
           "cuTensorMapEncodeTiled");
     if (found != cudaDriverEntryPointSuccess)
       throw Error(Status::unsupported, "the driver lacks cuTensorMapEncodeTiled");
