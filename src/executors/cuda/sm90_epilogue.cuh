@@ -221,6 +221,7 @@ __device__ __forceinline__ void activate_rows(const PassData& data, Sums<N>& sum
   const int octet = lane % 4, columns = work.columns;
   numerics::with_activation_kind(data.activation.kind, [&]<ActivationKind Kind>() {
     constexpr bool pairs = Kind != ActivationKind::relu_squared;  // of gate and up
+    const numerics::ActivationParameters<float> parameters(data.activation);
 #pragma unroll 1
     for (int m = 0; m * 64 < work.rows; ++m) {
       // Of this lane's two rows of the warp's 16, in elements from the tensors' beginnings.
@@ -249,7 +250,7 @@ __device__ __forceinline__ void activate_rows(const PassData& data, Sums<N>& sum
             if (has_second) store_16(z + z_place[i] + offset + second, other.all());
           }
           auto act = [&](float gate, float up) {
-            return factor[i] * numerics::activation<Kind>(data.activation, gate, up).value;
+            return factor[i] * numerics::activation<Kind>(parameters, gate, up).value;
           };
 #pragma unroll
           for (int w = 0; w < 4; ++w) {
@@ -291,6 +292,7 @@ __device__ __forceinline__ void activation_gradient_of(const PassData& data, con
   const std::int64_t width = tensors.width, pre_width = (gated ? 2 : 1) * width;
   const bf16* const z = tensors.pre_activation;
   bf16 *const dz = tensors.d_pre_activation, *const activated = tensors.activated;
+  const numerics::ActivationParameters<float> parameters(data.activation);
   const int slabs = work.n / 32, lane = warp.lane, octet = lane % 4, columns = work.columns;
   if (columns == 0) return;
   // A step: 8 rows by 32 columns, of which a lane has 8 columns of one row. Steps of the same rows follow each other. What
@@ -333,8 +335,8 @@ __device__ __forceinline__ void activation_gradient_of(const PassData& data, con
           const Words gate(gate_read[i]), up(up_read[i]);
 #pragma unroll
           for (int w = 0; w < 4; ++w) {
-            act[2 * w] = numerics::activation<Kind>(data.activation, gate.low(w), up.low(w));
-            act[2 * w + 1] = numerics::activation<Kind>(data.activation, gate.high(w), up.high(w));
+            act[2 * w] = numerics::activation<Kind>(parameters, gate.low(w), up.low(w));
+            act[2 * w + 1] = numerics::activation<Kind>(parameters, gate.high(w), up.high(w));
           }
         }
 #pragma unroll
