@@ -166,8 +166,9 @@ void CudaRanks::check_error() const {
   const volatile PassError& found = *error();
   const volatile std::int32_t& stop = memory_->words->stop;
   if (found.state != PassError::there) {
-    if (stop != 0) throw Error(Status::group_failed, "the group has failed: a kernel of one of its ranks gave up");
-    return;
+    if (stop == 0) return;
+    plan_.transport().require_usable();  // which knows why, if no kernel does
+    throw Error(Status::group_failed, "the group has failed: a kernel of one of its ranks gave up");
   }
   const std::string rank = std::to_string(found.rank), awaited = std::to_string(found.awaited);
   if (found.saving >= 0) {
