@@ -25,6 +25,7 @@ class Transport;
 //     that finds all SMs taken begins when the pass has ended, and no pass waits for it; or
 //   - workers leaves SMs for them (NCCL takes up to 32, see NCCL_MAX_CTAS), and no rank has a pass behind a collective in
 //     a stream that another rank has behind that pass.
+// The first collective of a communicator connects it, on the host, and so comes before passes that run beside it.
 // Otherwise, such as in one stream first the pass and then the collective on one rank and the other way round on another,
 // each waits for the other and the pass ends with its time limit's error.
 class Group {

@@ -187,8 +187,11 @@ int number_here(const Gpu& gpu) {
 
 // Memory handles are for other processes.
 void refuse_ranks_of_one_process(Transport& ranks) {
-  static const std::uint64_t random = std::random_device()() * 0x100000001ull + std::random_device()();
-  const std::uint64_t here = random ^ static_cast<std::uint64_t>(getpid());  // after a fork, too
+  static const std::uint64_t of_program = [] {
+    std::random_device random;
+    return std::uint64_t(random()) << 32 | random();
+  }();
+  const std::uint64_t here = of_program ^ static_cast<std::uint64_t>(getpid());  // after a fork, too
   const std::vector<std::uint64_t> all = gather(ranks, here);
   for (int r = 0; r < ranks.size(); ++r) {
     const auto first = std::find(all.begin(), all.end(), all[r]) - all.begin();
