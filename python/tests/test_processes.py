@@ -20,7 +20,7 @@ def torchrun(processes, *command, **variables):
     started = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *command]
     done = subprocess.run(list(map(str, started)), env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 def test_E3_processes_equal_one():

@@ -247,6 +247,7 @@ TEST(CudaProcesses, GraphsReplayWithOtherInputs) {
 class Member {
  public:
   explicit Member(const Group& group, std::int64_t tokens = 64) : group_(group) {
+    arena();  // where its buffers lie
     config_.hidden_size = config_.intermediate_size = 64, config_.num_experts = 6, config_.top_k = 2;
     PlanOptions options;
     options.device = DeviceKind::cuda;
