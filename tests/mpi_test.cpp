@@ -33,6 +33,19 @@ TEST(Mpi, TheRanksOfACommunicatorAreAGroup) {
   }
 }
 
+TEST(Mpi, RanksOfSeveralHostsAreRefusedByName) {
+  FakeWorld world(3);
+  world.elsewhere = 2;
+  on_threads(3, [&](int r) {
+    FakeCommunicator communicator{&world, r};
+    const Outcome outcome = outcome_of([&] { group_of(&communicator); });
+    EXPECT_EQ(outcome.status, Status::unsupported);
+    EXPECT_EQ(outcome.text.find("communicator: its ranks do not share memory (rank 0 on "), 0u) << outcome.text;
+    EXPECT_NE(outcome.text.find(", rank 2 on "), std::string::npos) << outcome.text;
+    EXPECT_EQ(outcome.text.find(", rank 1 on "), std::string::npos) << outcome.text;
+  });
+}
+
 TEST(Mpi, OneRankAlone) {
   FakeWorld world(1);
   FakeCommunicator communicator{&world, 0};

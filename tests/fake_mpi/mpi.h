@@ -9,6 +9,7 @@ struct FakeWorld {
   explicit FakeWorld(int ranks) : meeting(ranks), sent(static_cast<std::size_t>(ranks)) {}
   std::barrier<> meeting;
   std::vector<const void*> sent;
+  int elsewhere = -1;  // a rank whose texts arrive with another last letter, as if it were on another host
 };
 struct FakeCommunicator {
   FakeWorld* world;
@@ -28,7 +29,11 @@ inline int MPI_Allgather(const void* from, int count, MPI_Datatype type, void* t
   const auto size = static_cast<std::size_t>(count);
   world.sent[static_cast<std::size_t>(c->rank)] = from;
   world.meeting.arrive_and_wait();
-  for (std::size_t r = 0; r < world.sent.size(); ++r) std::memcpy(static_cast<char*>(to) + r * size, world.sent[r], size);
+  for (std::size_t r = 0; r < world.sent.size(); ++r) {
+    char* const text = static_cast<char*>(to) + r * size;
+    std::memcpy(text, world.sent[r], size);
+    if (static_cast<int>(r) == world.elsewhere) text[std::strlen(text) - 1] = '#';
+  }
   world.meeting.arrive_and_wait();  // what was sent stays until all have read it
   return MPI_SUCCESS;
 }
