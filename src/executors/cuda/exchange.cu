@@ -31,6 +31,14 @@ __device__ Peers::Rows rows_at(const RankTable& table, int place, int stride) {
   return {reinterpret_cast<const bfloat16*>(data), table.header[stride]};
 }
 
+// One more pass, in host memory (null: not wanted) that only this rank's stream writes: no atomic addition, which not
+// every GPU can do there.
+__device__ void count_pass(unsigned long long* passes) {
+  if (!passes) return;
+  const Flag count(*passes);
+  count.store(count.load(::cuda::std::memory_order_relaxed) + 1, ::cuda::std::memory_order_release);
+}
+
 // Until rank `from` has raised its flag for this pass. False: it did not come, or the group has failed.
 __device__ bool await_rank(const ExchangeJob& job, int from, unsigned long long pass) {
   Flag flag(job.flags[job.tables.rank][from]);
@@ -98,10 +106,11 @@ __global__ void __launch_bounds__(meeting_threads) meet(const __grid_constant__ 
     mine.header[RankTable::dy] = distance(mine, job.dy.data);
     mine.header[RankTable::dy_stride] = job.dy.stride;
   }
-  if (thread == 0 && job.begun) atomicAdd_system(job.begun, 1ull);
   bool fails = thread == 0 && (*tables.stopped != 0 || group_failed(job.stop));
   __threadfence_system();
-  if (!__syncthreads_or(fails)) {
+  const bool stopped = __syncthreads_or(fails);
+  if (thread == meeting_threads - 1) count_pass(job.begun);  // a thread that waits for nobody
+  if (!stopped) {
     if (there && thread != tables.rank) {
       Flag(job.flags[thread][tables.rank]).store(pass, ::cuda::std::memory_order_release);
       fails = !await_rank(job, thread, pass);
@@ -170,7 +179,7 @@ __global__ void __launch_bounds__(staging_threads) stage(const __grid_constant__
   }
 }
 
-__global__ void count_end(unsigned long long* ended) { atomicAdd_system(ended, 1ull); }
+__global__ void count_end(unsigned long long* ended) { count_pass(ended); }
 
 // Puts the rows where the others find them, and tells the job so.
 void run_staging(ExchangeJob& job, cudaStream_t stream) {
