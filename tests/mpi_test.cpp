@@ -3,8 +3,6 @@
 
 #include <gtest/gtest.h>
 
-#include <set>
-
 #include "tests/call.hpp"
 #include "tests/outcome.hpp"
 
