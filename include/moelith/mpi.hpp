@@ -22,7 +22,8 @@ namespace moelith {
 // Group::process.
 inline Group group_of(MPI_Comm communicator, std::chrono::milliseconds limit = std::chrono::seconds(60)) {
   auto check = [](int status, const char* call) {
-    if (status != MPI_SUCCESS) throw Error(Status::device_error, std::string(call) + " failed: " + std::to_string(status));
+    if (status != MPI_SUCCESS)
+      throw Error(Status::device_error, std::string(call) + " failed: " + std::to_string(status));
   };
   int rank = 0, ranks = 0;
   check(MPI_Comm_rank(communicator, &rank), "MPI_Comm_rank");
@@ -36,7 +37,8 @@ inline Group group_of(MPI_Comm communicator, std::chrono::milliseconds limit = s
   };
   const Text place = text_of(Group::place());
   std::vector<Text> all(static_cast<std::size_t>(ranks));
-  check(MPI_Allgather(place.data(), sizeof(Text), MPI_CHAR, all.data(), sizeof(Text), MPI_CHAR, communicator), "MPI_Allgather");
+  check(MPI_Allgather(place.data(), sizeof(Text), MPI_CHAR, all.data(), sizeof(Text), MPI_CHAR, communicator),
+        "MPI_Allgather");
   std::vector<std::string> places;
   for (const Text& one : all) places.emplace_back(one.data());
   Group::require_one_place(places, "communicator");

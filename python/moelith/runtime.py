@@ -59,6 +59,7 @@ class Group:
         self._plans = {}
         self._buffer_sizes = functools.lru_cache(maxsize=256)(_moelith.Plan.buffer_sizes)
         self._workspaces = {}
+        self._on_gpus = True  # whether its layers may be on GPUs
         self._captured = {}  # workspaces that CUDA graphs hold the addresses of
         Group._by_handle[self.handle] = self
 
@@ -72,8 +73,12 @@ class Group:
 
     @staticmethod
     def threads(ranks: int) -> list["Group"]:
-        """A group of `ranks` ranks of this process; every rank calls from a thread of its own, with its own Group."""
-        return [Group(native) for native in _moelith.Group.threads(ranks)]
+        """A group of `ranks` ranks of this process; every rank calls from a thread of its own, with its own Group. For
+        layers on the CPU: PyTorch's threads share streams, where on a GPU one rank's pass would wait behind another's."""
+        groups = [Group(native) for native in _moelith.Group.threads(ranks)]
+        for group in groups:
+            group._on_gpus = ranks == 1
+        return groups
 
     @staticmethod
     def process(name: str, rank: int, ranks: int, seconds: float = 60.0) -> "Group":
@@ -180,6 +185,11 @@ class Group:
             )
         if dtype not in (torch.float64, torch.float32, torch.bfloat16):
             raise ValueError(f"x: dtype {dtype_name(dtype)}; accepted: float64, float32, bfloat16")
+        if device_type == "cuda" and not self._on_gpus:
+            raise NotImplementedError(
+                f"group: {self.size} ranks of one process on device cuda; accepted there from Python is a process for each "
+                "rank (Group.from_process_group, Group.process)"
+            )
         native = _moelith.PlanOptions()
         assign(native, fields | {"max_tokens": capacity if given is None else given})
         native.device = device_type

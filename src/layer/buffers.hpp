@@ -105,7 +105,8 @@ struct Window {
 
   // `tokens`: max_tokens of the rank whose window it is. map: of peers' counters, null without peer access. staged: with
   // peer access, whether rows are copied here for the others.
-  static Window of(const LayerConfig& config, std::int64_t tokens, const schedule::CounterMap* map = nullptr, bool staged = false);
+  static Window of(const LayerConfig& config, std::int64_t tokens, const schedule::CounterMap* map = nullptr,
+                   bool staged = false);
 };
 // Of all ranks' windows and counters: equal for plans that have them alike; not 0.
 std::uint64_t layout_number(const std::vector<Window>& windows, const schedule::CounterMap& map);

@@ -1,6 +1,6 @@
-// Ranks as processes, on one GPU and on several: the bits of one rank, captured graphs, and what happens when one of them
-// dies or does not come. This process itself never calls CUDA, which does not survive a fork: whatever needs a GPU runs in
-// children, one rank by itself too.
+// Ranks as processes, on one GPU and on several: the bits of one rank, captured graphs, and what happens when one of
+// them dies or does not come. This process itself never calls CUDA, which does not survive a fork: whatever needs a GPU
+// runs in children, one rank by itself too.
 #include <unistd.h>
 
 #include <algorithm>
@@ -22,10 +22,13 @@ bool patient() { return std::getenv("MOELITH_TEST_PATIENT") != nullptr; }  // un
 // body(rank) in a process for each rank, which ends after a minute at the latest. A GPU is its own to choose.
 std::vector<Ended> on_processes(int ranks, const std::function<std::string(int)>& body,
                                 const std::function<void(const std::vector<pid_t>&)>& meanwhile = {}) {
-  return fork_ranks(ranks, [&](int r) {
-    alarm(patient() ? 900 : 60);
-    return body(r);
-  }, meanwhile);
+  return fork_ranks(
+      ranks,
+      [&](int r) {
+        alarm(patient() ? 900 : 60);
+        return body(r);
+      },
+      meanwhile);
 }
 
 int gpus_here() {
@@ -122,14 +125,16 @@ std::vector<Results> on_ranks_of(const std::vector<Case>& cases, int gpus, bool 
       const Case& c = cases[n];
       if (r >= c.ranks()) continue;
       arena().reset();
-      parts.add(run_rank(c.problem, here(c.options), Group::process(name + "-" + std::to_string(n), r, c.ranks(), seconds(60))));
+      parts.add(run_rank(c.problem, here(c.options),
+                         Group::process(name + "-" + std::to_string(n), r, c.ranks(), seconds(60))));
     }
     return parts.bytes();
   });
   std::vector<std::vector<RankPart>> parts(cases.size());
   for (int r = 0; r < most; ++r) {
     if (!ended[r].returned) {
-      throw std::runtime_error("rank " + std::to_string(r) + " ended by signal " + std::to_string(ended[r].signal) + ": " + ended[r].text);
+      throw std::runtime_error("rank " + std::to_string(r) + " ended by signal " + std::to_string(ended[r].signal) +
+                               ": " + ended[r].text);
     }
     const auto of_rank = Parts::of(ended[r].text);
     std::size_t next = 0;
@@ -167,7 +172,8 @@ std::vector<Case> cases(std::uint64_t seed) {
   {
     Case& skewed = add("all tokens to one expert", small, {200, 100, 50});
     bring_routes(skewed.problem, 0.0, 4);
-    for (std::size_t i = 0; i < skewed.problem.inputs.topk_ids.size(); ++i) skewed.problem.inputs.topk_ids[i] = 7 - std::int64_t(i % 2);
+    for (std::size_t i = 0; i < skewed.problem.inputs.topk_ids.size(); ++i)
+      skewed.problem.inputs.topk_ids[i] = 7 - std::int64_t(i % 2);
   }
   {
     Case& placed = add("any placement, bound experts", small, {120, 80});
@@ -219,7 +225,8 @@ TEST(CudaProcesses, GraphsReplayWithOtherInputs) {
   std::vector<Case> all;
   for (int n = 0; n < 3; ++n) {
     all.push_back({"problem " + std::to_string(n), random_problem(config, 220, random()), options});
-    for (std::int64_t t = 0; n == 1 && t < 220; ++t) all[1].problem.inputs.router_logits[t * config.num_experts] = -INFINITY;
+    for (std::int64_t t = 0; n == 1 && t < 220; ++t)
+      all[1].problem.inputs.router_logits[t * config.num_experts] = -INFINITY;
   }
   const std::vector<Results> one = on_one_rank(all);
   const std::string name = fresh_group_name();
@@ -239,7 +246,8 @@ TEST(CudaProcesses, GraphsReplayWithOtherInputs) {
   for (const Ended& e : ended) ASSERT_TRUE(e.returned) << e.text;
   const auto first = Parts::of(ended[0].text), second = Parts::of(ended[1].text);
   for (int n = 0; n < 4; ++n) {
-    expect_identical(joined({first[n], second[n]}, config), one[n % 3], all[n % 3].what, of_each_rank(all[n % 3].problem));
+    expect_identical(joined({first[n], second[n]}, config), one[n % 3], all[n % 3].what,
+                     of_each_rank(all[n % 3].problem));
   }
 }
 
@@ -320,18 +328,21 @@ TEST(CudaProcesses, AKilledRankEndsTheOthersWhoGoOnInANewGroup) {
         }
         const auto begin = std::chrono::steady_clock::now();
         while (told.empty()) told = member.error();
-        told += " after " + std::to_string(since(begin).count()) + " ms; it died after " + std::to_string(dies_after.count());
+        told += " after " + std::to_string(since(begin).count()) + " ms; it died after " +
+                std::to_string(dies_after.count());
         if (since(begin) > dies_after + seconds(5)) return "late: " + told;
         if (told.find("rank 1 is gone") == std::string::npos) return "unnamed: " + told;
       }
       if (r == 0) std::fprintf(stderr, "  rank 0 was told: %s\n", told.c_str());
       arena().reset();
-      return run_rank(after.problem, here(after.options), Group::process(name + "-again", r / 2, 2, seconds(60))).packed();
+      return run_rank(after.problem, here(after.options), Group::process(name + "-again", r / 2, 2, seconds(60)))
+          .packed();
     });
     EXPECT_EQ(ended[1].signal, SIGKILL);
-    for (const int r : {0, 2}) ASSERT_TRUE(ended[r].returned && ended[r].text.size() > 1000) << ended[r].text << ", signal " << ended[r].signal;
-    expect_identical(joined({RankPart::unpacked(ended[0].text), RankPart::unpacked(ended[2].text)}, config), one, after.what,
-                     of_each_rank(after.problem));
+    for (const int r : {0, 2})
+      ASSERT_TRUE(ended[r].returned && ended[r].text.size() > 1000) << ended[r].text << ", signal " << ended[r].signal;
+    expect_identical(joined({RankPart::unpacked(ended[0].text), RankPart::unpacked(ended[2].text)}, config), one,
+                     after.what, of_each_rank(after.problem));
   }
 }
 
@@ -348,7 +359,8 @@ TEST(CudaProcesses, ARankThatEndsInGoodOrderDoesNotDisturbTheOthers) {
   });
   EXPECT_EQ(ended[1].text, "good");
   EXPECT_EQ(ended[2].text, "good");
-  EXPECT_NE(ended[0].text.find(" is gone: its process has ended"), std::string::npos) << ended[0].text;  // the next call
+  EXPECT_NE(ended[0].text.find(" is gone: its process has ended"), std::string::npos)
+      << ended[0].text;  // the next call
 }
 
 TEST(CudaProcesses, ARankThatIsAliveButDoesNotCallIsNamed) {
@@ -364,7 +376,9 @@ TEST(CudaProcesses, ARankThatIsAliveButDoesNotCallIsNamed) {
     return member.error();  // it comes too late
   });
   for (const Ended& e : ended) {
-    EXPECT_NE(e.text.find("rank 0, stage layout: waited 500 ms for rank 1, which has not begun this pass"), std::string::npos) << e.text;
+    EXPECT_NE(e.text.find("rank 0, stage layout: waited 500 ms for rank 1, which has not begun this pass"),
+              std::string::npos)
+        << e.text;
   }
 }
 
@@ -393,7 +407,8 @@ TEST(CudaProcesses, RanksOfOneProcessAreRefused) {
     std::string texts[2];
     std::vector<std::thread> threads;
     for (int r = 0; r < 2; ++r) {
-      threads.emplace_back([&, r] { texts[r] = outcome_of([&] { Member member(Group::process(name, r, 2, seconds(20))); }).text; });
+      threads.emplace_back(
+          [&, r] { texts[r] = outcome_of([&] { Member member(Group::process(name, r, 2, seconds(20))); }).text; });
     }
     for (auto& thread : threads) thread.join();
     return texts[0];

@@ -47,7 +47,9 @@ CudaRanks::CudaRanks(const Plan::Impl& plan, const schedule::TileShape& tile)
   check_sizes(plan, geometry);
   counters_ = schedule::CounterMap::of(geometry.sizes);
   const bool staged = !plan.transport().reads_any_device_memory();
-  for (const std::int64_t tokens : plan.max_tokens_of_rank) windows_.push_back(Window::of(plan.config, tokens, &counters_, staged));
+  for (const std::int64_t tokens : plan.max_tokens_of_rank) {
+    windows_.push_back(Window::of(plan.config, tokens, &counters_, staged));
+  }
   memory_ = plan.transport().device_memory(layout_number(windows_, counters_), windows_[rank_].size,
                                            [this](std::byte* memory) { count_from_last_pass(memory); });
   int device = 0, multiprocessors = 0;
@@ -97,7 +99,10 @@ void CudaRanks::place_tables() {
   job_.stop = &memory_->words->stop;
   job_.num_experts = plan_.config.num_experts;
   const Window& mine = windows_[rank_];
-  if (mine.rows != absent) job_.staged_x = at<bfloat16>(rank_, mine.rows), job_.staged_dy = at<bfloat16>(rank_, mine.dy_rows);
+  if (mine.rows != absent) {
+    job_.staged_x = at<bfloat16>(rank_, mine.rows);
+    job_.staged_dy = at<bfloat16>(rank_, mine.dy_rows);
+  }
   if (memory_->passes) {
     static_assert(sizeof(unsigned long long) == sizeof memory_->passes->begun);
     job_.begun = reinterpret_cast<unsigned long long*>(&memory_->passes->begun);

@@ -33,11 +33,13 @@ void check_reachable(int device, int other, int rank, const std::string& other_n
   int reachable = 0, atomics = 0;
   check_cuda(cudaDeviceCanAccessPeer(&reachable, device, other), "cudaDeviceCanAccessPeer");
   if (reachable) {
-    check_cuda(cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, device, other), "cudaDeviceGetP2PAttribute");
+    check_cuda(cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, device, other),
+               "cudaDeviceGetP2PAttribute");
   }
   if (atomics) return;
-  throw Error(Status::unsupported, "group: rank " + std::to_string(rank) + "'s GPU " + other_name + " cannot be reached from GPU " + name +
-                                       " by " + (reachable ? "atomic additions" : "load and store"));
+  throw Error(Status::unsupported, "group: rank " + std::to_string(rank) + "'s GPU " + other_name +
+                                       " cannot be reached from GPU " + name + " by " +
+                                       (reachable ? "atomic additions" : "load and store"));
 }
 
 // The ranks of this process on this rank's GPU; the others' become reachable.
@@ -75,7 +77,8 @@ std::shared_ptr<void> device_allocation(std::uint64_t bytes) {
 std::shared_ptr<HostWords> common_words(Transport& ranks, std::shared_ptr<HostWords>& mine) {
   void* memory = nullptr;
   if (ranks.rank() == 0 && !mine) {
-    check_cuda(cudaHostAlloc(&memory, sizeof(HostWords), cudaHostAllocPortable | cudaHostAllocMapped), "words for errors");
+    check_cuda(cudaHostAlloc(&memory, sizeof(HostWords), cudaHostAllocPortable | cudaHostAllocMapped),
+               "words for errors");
     mine = {new (memory) HostWords, [](HostWords* words) { cudaFreeHost(words); }};
   }
   // Shared pointers of one process: the others copy rank 0's.
@@ -169,7 +172,8 @@ struct Gpu {
     check_cuda(cudaGetDeviceProperties(&facts, device), "cudaGetDeviceProperties");
     static_assert(sizeof facts.uuid.bytes == sizeof gpu.uuid);
     std::memcpy(gpu.uuid.data(), facts.uuid.bytes, sizeof gpu.uuid);
-    check_cuda(cudaDeviceGetPCIBusId(gpu.pci.data(), static_cast<int>(gpu.pci.size()), device), "cudaDeviceGetPCIBusId");
+    check_cuda(cudaDeviceGetPCIBusId(gpu.pci.data(), static_cast<int>(gpu.pci.size()), device),
+               "cudaDeviceGetPCIBusId");
     return gpu;
   }
   std::string name() const { return pci.data(); }
@@ -196,33 +200,39 @@ void refuse_ranks_of_one_process(Transport& ranks) {
   for (int r = 0; r < ranks.size(); ++r) {
     const auto first = std::find(all.begin(), all.end(), all[r]) - all.begin();
     if (first == r) continue;
-    throw Error(Status::unsupported, "group: ranks " + std::to_string(first) + " and " + std::to_string(r) +
-                                         " are of one process; accepted on device cuda are a process for each rank, or ranks "
-                                         "that are all of one (Group::threads)");
+    throw Error(Status::unsupported,
+                "group: ranks " + std::to_string(first) + " and " + std::to_string(r) +
+                    " are of one process; accepted on device cuda are a process for each rank, or ranks "
+                    "that are all of one (Group::threads)");
   }
 }
 
 std::shared_ptr<HostWords> registered(const ProcessDeviceShares::Words& words) {
   check_cuda(cudaHostRegister(words.shared, words.shared_bytes, cudaHostRegisterPortable | cudaHostRegisterMapped),
              "words for errors");
-  std::shared_ptr<HostWords> made(words.of_all, [shared = words.shared, mapping = words.mapping](HostWords*) { cudaHostUnregister(shared); });
+  std::shared_ptr<HostWords> made(
+      words.of_all, [shared = words.shared, mapping = words.mapping](HostWords*) { cudaHostUnregister(shared); });
   void* on_device = nullptr;
   check_cuda(cudaHostGetDevicePointer(&on_device, words.shared, 0), "words for errors");
   if (on_device != words.shared) {
-    throw Error(Status::unsupported, "group: this GPU has other addresses for the host's memory than the host; ranks that are processes need "
-                                     "the same");
+    throw Error(
+        Status::unsupported,
+        "group: this GPU has other addresses for the host's memory than the host; ranks that are processes need "
+        "the same");
   }
   return made;
 }
 
 // Another rank's memory. Peer access between the GPUs comes with it; `mine` and the other's number here as in Gpu.
-std::shared_ptr<void> opened(const cudaIpcMemHandle_t& handle, int rank, const Gpu& theirs, int number, const Gpu& mine, int device) {
+std::shared_ptr<void> opened(const cudaIpcMemHandle_t& handle, int rank, const Gpu& theirs, int number, const Gpu& mine,
+                             int device) {
   void* memory = nullptr;
   const cudaError_t status = cudaIpcOpenMemHandle(&memory, handle, cudaIpcMemLazyEnablePeerAccess);
   if (status != cudaSuccess) {
     (void)cudaGetLastError();
-    throw Error(Status::unsupported, "group: the memory of rank " + std::to_string(rank) + " on GPU " + theirs.name() + " cannot be opened from GPU " +
-                                         mine.name() + ": " + cudaGetErrorString(status) +
+    throw Error(Status::unsupported, "group: the memory of rank " + std::to_string(rank) + " on GPU " + theirs.name() +
+                                         " cannot be opened from GPU " + mine.name() + ": " +
+                                         cudaGetErrorString(status) +
                                          (number < 0 ? "; CUDA_VISIBLE_DEVICES hides that GPU from this process" : ""));
   }
   return {memory, [device](void* m) {
@@ -254,14 +264,17 @@ class Kept {
 
 }  // namespace
 
-std::shared_ptr<const DeviceMemory> ProcessDeviceShares::share(Transport& ranks, std::uint64_t layout, std::uint64_t bytes,
-                                                               const Transport::Prepare& prepare, const Words& words) {
+std::shared_ptr<const DeviceMemory> ProcessDeviceShares::share(Transport& ranks, std::uint64_t layout,
+                                                               std::uint64_t bytes, const Transport::Prepare& prepare,
+                                                               const Words& words) {
   Kept::instance().release();
   const int device = current_device();
   for (auto made = made_.begin(); made != made_.end();) {
     const std::shared_ptr<const DeviceMemory> here = made->here.lock();
     enum : std::int64_t { unused, used, wanted };
-    const auto all = ranks.all_gather(!here ? unused : made->layout == layout && made->device == device ? wanted : used);
+    const auto all = ranks.all_gather(!here                                              ? unused
+                                      : made->layout == layout && made->device == device ? wanted
+                                                                                         : used);
     const auto [least, most] = std::minmax_element(all.begin(), all.end());
     if (*least == wanted) return here;
     made = *most == unused ? made_.erase(made) : made + 1;
@@ -292,7 +305,9 @@ std::shared_ptr<const DeviceMemory> ProcessDeviceShares::share(Transport& ranks,
   cudaIpcMemHandle_t handle;
   if (const cudaError_t status = cudaIpcGetMemHandle(&handle, own.get()); status != cudaSuccess) {
     (void)cudaGetLastError();
-    throw Error(Status::unsupported, "group: GPU " + mine.name() + " gives no handles of its memory for other processes: " + cudaGetErrorString(status));
+    throw Error(Status::unsupported,
+                "group: GPU " + mine.name() +
+                    " gives no handles of its memory for other processes: " + cudaGetErrorString(status));
   }
   made_.push_back({layout, device, own, {}});
   const std::vector<cudaIpcMemHandle_t> handles = gather(ranks, handle);

@@ -18,16 +18,17 @@ namespace moelith::transport {
 // One rank's share of the symmetric memories that the plans of a group have made; ranks of one process.
 class DeviceShares {
  public:
-  // Collective, through `ranks`, each on its current GPU. Equal layouts on the same GPUs share memory for as long as some plan keeps it: addresses never change,
-  // since captured graphs name them, and what different layouts have to do with each other is nothing.
+  // Collective, through `ranks`, each on its current GPU. Equal layouts on the same GPUs share memory for as long as
+  // some plan keeps it: addresses never change, since captured graphs name them, and what different layouts have to do
+  // with each other is nothing.
   std::shared_ptr<const DeviceMemory> share(Transport& ranks, std::uint64_t layout, std::uint64_t bytes,
                                             const Transport::Prepare& prepare);
   // Ends the waits of all ranks' kernels.
   void stop();
 
  private:
-  std::mutex mutex_;                  // stop() may come from any thread
-  std::shared_ptr<HostWords> words_;  // of the whole group
+  std::mutex mutex_;                                                                 // stop() may come from any thread
+  std::shared_ptr<HostWords> words_;                                                 // of the whole group
   std::map<std::pair<std::uint64_t, int>, std::weak_ptr<const DeviceMemory>> made_;  // by layout and GPU
 };
 
@@ -48,7 +49,8 @@ class ProcessDeviceShares {
   };
   std::shared_ptr<const DeviceMemory> share(Transport& ranks, std::uint64_t layout, std::uint64_t bytes,
                                             const Transport::Prepare& prepare, const Words& words);
-  // The group goes. others_gone: whether all other ranks have given it up too; asked now and in later calls of any group.
+  // The group goes. others_gone: whether all other ranks have given it up too; asked now and in later calls of any
+  // group.
   void give_up(const std::function<bool()>& others_gone);
 
  private:

@@ -23,7 +23,8 @@ inline constexpr int MPI_SUCCESS = 0, MPI_ERR_OTHER = 1;
 inline int MPI_Comm_rank(MPI_Comm c, int* rank) { return *rank = c->rank, MPI_SUCCESS; }
 inline int MPI_Comm_size(MPI_Comm c, int* size) { return *size = static_cast<int>(c->world->sent.size()), MPI_SUCCESS; }
 
-inline int MPI_Allgather(const void* from, int count, MPI_Datatype type, void* to, int to_count, MPI_Datatype, MPI_Comm c) {
+inline int MPI_Allgather(const void* from, int count, MPI_Datatype type, void* to, int to_count, MPI_Datatype,
+                         MPI_Comm c) {
   if (type != MPI_CHAR || count != to_count) return MPI_ERR_OTHER;
   FakeWorld& world = *c->world;
   const auto size = static_cast<std::size_t>(count);
@@ -41,6 +42,7 @@ inline int MPI_Allgather(const void* from, int count, MPI_Datatype type, void* t
 inline int MPI_Bcast(void* data, int count, MPI_Datatype type, int root, MPI_Comm c) {
   std::vector<char> all(static_cast<std::size_t>(count) * c->world->sent.size());
   const int status = MPI_Allgather(data, count, type, all.data(), count, type, c);
-  std::memcpy(data, all.data() + static_cast<std::size_t>(root) * static_cast<std::size_t>(count), static_cast<std::size_t>(count));
+  std::memcpy(data, all.data() + static_cast<std::size_t>(root) * static_cast<std::size_t>(count),
+              static_cast<std::size_t>(count));
   return status;
 }
