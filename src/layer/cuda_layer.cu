@@ -325,7 +325,7 @@ class CudaLayer final : public DeviceLayer {
     routing::device_route(job, stream);
     if (ranks_) executors::cuda::run_exchange(ranks_->exchange(data, keep), stream);
     if (routing::wants_global_aux_loss(job)) routing::device_global_aux_loss(job, stream);
-    run_pass(data, stream);
+    run_pass(data, stream, !ranks_);
   }
 
   void backward(const CallFacts& facts, const Inputs& inputs, const void* const_saved, const OutputGradients& upstream,
@@ -365,7 +365,7 @@ class CudaLayer final : public DeviceLayer {
         ranks_->complete(data, saved, kept);
         executors::cuda::run_exchange(ranks_->exchange(data, true), stream);
       }
-      run_pass(data, stream);
+      run_pass(data, stream, false);
     } else {
       zero_gradients(gradients, stream);
     }
@@ -434,13 +434,15 @@ class CudaLayer final : public DeviceLayer {
   static constexpr std::int32_t trace_room = 4096;  // events of a warpgroup
   std::size_t trace_events() const { return std::size_t(trace_blocks_) * 2 * trace_room; }
 
-  void run_pass(PassData& data, void* stream) const {
+  // behind_router: the launch before was the router's.
+  void run_pass(PassData& data, void* stream, bool behind_router) const {
     if (trace_) {
       data.trace = trace_, data.trace_room = trace_room;
       check_cuda(cudaMemsetAsync(trace_, 0xff, trace_events() * sizeof(TileEvent), static_cast<cudaStream_t>(stream)),
                  "memory of the timeline");
     }
-    executors::cuda::sm90_run_pass(data, ranks_ ? ranks_->blocks(plan_.options.workers) : plan_.options.workers, stream);
+    executors::cuda::sm90_run_pass(data, ranks_ ? ranks_->blocks(plan_.options.workers) : plan_.options.workers, stream,
+                                  behind_router && !trace_);
   }
 
   void place_zero_dy(PassData& data, bfloat16* zeros, void* stream) const {

@@ -17,9 +17,10 @@
 
 namespace moelith::executors::cuda::sm90 {
 
-// Launches the pass with output tiles of N columns; Ranks: of several ranks. Throws Error(device_error).
+// Launches the pass with output tiles of N columns; Ranks: of several ranks; beside_previous: it may start before the
+// kernel in front of it in the stream has ended. Throws Error(device_error).
 template <schedule::Direction Pass, int N, bool Ranks>
-void launch(const PassData& data, int blocks, cudaStream_t stream);
+void launch(const PassData& data, int blocks, cudaStream_t stream, bool beside_previous);
 
 using schedule::Direction;
 
@@ -127,6 +128,19 @@ __device__ __forceinline__ void compute_tiles(SharedMemory<N>& shared, int group
   named_barrier_arrive(barrier_end, end_threads);
 }
 
+// The Layout's arrays into shared memory, where they fit.
+template <int N>
+__device__ __forceinline__ void copy_layout(SharedMemory<N>& shared, const schedule::Pass& pass, int thread) {
+  const schedule::Sizes& sizes = pass.sizes;
+  const std::int64_t words = schedule::Layout::header_length(sizes.ranks, sizes.local_experts);
+  if (words > SharedMemory<N>::layout_words) return;
+  const std::int64_t* from = pass.layout.valid_tokens;
+  for (int i = thread; i < static_cast<int>(words); i += threads) shared.layout_header[i] = from[i];
+  if (thread != 0) return;
+  schedule::Layout& copy = reinterpret_cast<PassData*>(shared.data_copy)->pass.layout;
+  copy = schedule::Layout::at(shared.layout_header, copy.row_route, sizes.ranks, sizes.local_experts);
+}
+
 template <Direction Pass, int N, bool Ranks>
 __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ Parameters p) {
   using Shape = BlockShape<N>;
@@ -136,6 +150,7 @@ __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ P
   if constexpr (Ranks) {
     if (*p.data.stopped) return;  // all blocks alike: the exchange has written it
   }
+  // Up to await_previous() nothing is read but what the launch brought.
   if (thread == 0) {
     for (int s = 0; s < Shape::stages; ++s) {
       barrier_init(shared_address(&shared.full[s]), full_arrivals);
@@ -149,6 +164,9 @@ __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ P
     }
     barrier_init(shared_address(&shared.packing_full), 1);
     fence_barrier_init();
+  } else if (thread == 32) {
+    const GroupMaps& maps = p.maps[0];
+    for (const CUtensorMap* map : {&maps.x, &maps.gate_up_proj, &maps.activated, &maps.down_proj, &maps.slots}) prefetch_map(map);
   }
   auto copy = [&]<class T>(std::uint8_t* to, const T& from) {
     static_assert(sizeof(T) % 4 == 0);
@@ -160,8 +178,12 @@ __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ P
   copy(shared.map_copy, p.counter_map);
   if constexpr (Ranks) copy(shared.peers_copy, *p.data.peers);
   cluster_sync();
-  describe_all<N, Ranks>(shared, thread % 32);
-  pack_first_rows<Ranks>(shared.data(), shared.peers(), shared.map(), thread % 32);
+  await_previous();
+  copy_layout<N>(shared, p.data.pass, thread);
+  __syncthreads();
+  // Where there is little to do, few warps ask for it, and not the same ones for both.
+  describe_all<N, Ranks>(shared, thread / 32, thread % 32);
+  pack_first_rows<Ranks>(shared.data(), shared.peers(), shared.map(), threads / 32 - 1 - thread / 32, thread % 32);
   __syncthreads();
   if (thread < first_consumer) {
     registers_shrink<Shape::fetch_registers>();
@@ -201,7 +223,7 @@ int prepare_device() {
 }
 
 template <Direction Pass, int N, bool Ranks>
-void launch(const PassData& data, int blocks, cudaStream_t stream) {
+void launch(const PassData& data, int blocks, cudaStream_t stream, bool beside_previous) {
   const schedule::Sizes& sizes = data.pass.sizes;
   Parameters p{};
   p.data = data;
@@ -246,17 +268,19 @@ void launch(const PassData& data, int blocks, cudaStream_t stream) {
   }
   const int multiprocessors = prepare_device<Pass, N, Ranks>();
   if (blocks <= 0 || blocks > multiprocessors) blocks = multiprocessors;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = cluster_blocks;
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = cluster_blocks;
+  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks < cluster_blocks ? cluster_blocks : blocks / cluster_blocks * cluster_blocks);
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes<N>;
   config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = beside_previous ? 2 : 1;
   check_cuda(cudaLaunchKernelEx(&config, run_pass<Pass, N, Ranks>, p), forward ? "launch of forward" : "launch of backward");
 }
 

@@ -119,6 +119,10 @@ struct SharedMemory {
   alignas(16) std::uint8_t data_copy[sizeof(PassData)];
   alignas(16) std::uint8_t map_copy[sizeof(schedule::CounterMap)];
   alignas(16) std::uint8_t peers_copy[sizeof(Peers)];  // of several ranks
+  // The arrays of the Layout, where there is room: a tile's description is worked out by a chain of reads of them. The
+  // copy of PassData then points here.
+  static constexpr int layout_words = 1000;
+  std::int64_t layout_header[layout_words];
   __device__ const PassData& data() const { return *reinterpret_cast<const PassData*>(data_copy); }
   __device__ const schedule::CounterMap& map() const {
     return *reinterpret_cast<const schedule::CounterMap*>(map_copy);
