@@ -22,8 +22,6 @@ namespace moelith::executors::cuda::sm90 {
 template <schedule::Direction Pass, int N, bool Ranks>
 void launch(const PassData& data, int blocks, cudaStream_t stream, bool beside_previous);
 
-using schedule::Direction;
-
 template <Direction Pass, int N, bool Ranks>
 __device__ __forceinline__ void compute_tiles(SharedMemory<N>& shared, int group) {
   using Shape = BlockShape<N>;
@@ -182,24 +180,25 @@ __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ P
   copy_layout<N>(shared, p.data.pass, thread);
   __syncthreads();
   // Where there is little to do, few warps ask for it, and not the same ones for both.
-  describe_all<N, Ranks>(shared, thread / 32, thread % 32);
-  pack_first_rows<Ranks>(shared.data(), shared.peers(), shared.map(), threads / 32 - 1 - thread / 32, thread % 32);
+  describe_all<Pass, N, Ranks>(shared, thread / 32, thread % 32);
+  pack_first_rows<Ranks>(shared.data(), shared.peers(), shared.map(), threads / 32 - 1 - thread_now() / 32,
+                         thread_now() % 32);
   __syncthreads();
-  if (thread < first_consumer) {
+  const int warp = thread_now() / 32, lane = thread_now() % 32;
+  if (warp < first_consumer / 32) {
     registers_shrink<Shape::fetch_registers>();
-    const int warp = thread / 32;
     if (warp == 0) {
-      if (cluster_rank() == 0) take_tiles<N, Ranks>(shared, thread);
+      if (cluster_rank() == 0) take_tiles<N, Ranks>(shared, lane);
     } else if (warp == 1) {
-      load_a<N>(p, shared, thread % 32);
+      load_a<N>(p, shared, lane);
     } else if (warp == 2) {
-      load_b<N>(p, shared, thread % 32);
+      load_b<N>(p, shared, lane);
     } else {
-      hand_on_tiles<N, Ranks>(shared, thread % 32);
+      hand_on_tiles<N, Ranks>(shared, lane);
     }
   } else {
     registers_grow<Shape::compute_registers>();
-    compute_tiles<Pass, N, Ranks>(shared, thread / 128 - 1);
+    compute_tiles<Pass, N, Ranks>(shared, warp / 4 - 1);
   }
   cluster_sync();  // the other block may still write here, or signal
 }

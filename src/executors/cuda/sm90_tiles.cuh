@@ -6,11 +6,25 @@
 
 namespace moelith::executors::cuda::sm90 {
 
+using schedule::Direction;
+
+// What the compiler may know of a pass, so that no code is there for what cannot be. (This code runs once or twice in a call,
+// and to fetch its instructions takes longer than to execute them.)
+template <Direction Pass, bool Ranks>
+__device__ __forceinline__ void assume(const schedule::Sizes& sizes) {
+  __builtin_assume(sizes.direction == Pass);
+  if constexpr (Ranks) {
+    __builtin_assume(sizes.peer_access);
+  } else {
+    __builtin_assume(sizes.ranks == 1);
+  }
+}
+
 // Describes the tile at `index` of the order.
-template <int N, bool Ranks>
+template <Direction Pass, int N, bool Ranks>
 __device__ __noinline__ void describe(const PassData& data, const schedule::CounterMap& map, std::int64_t index,
                                       TileDescription& out) {
-  if constexpr (!Ranks) __builtin_assume(data.pass.sizes.ranks == 1);
+  assume<Pass, Ranks>(data.pass.sizes);
   const schedule::Tile tile = schedule::tile_at(data.pass, index);
   const schedule::Sizes& sizes = data.pass.sizes;
   const bool shared = tile.stage != Stage::combine && sizes.is_shared(tile.expert);  // a rank may hold no routed expert
@@ -128,16 +142,24 @@ __device__ __noinline__ void describe(const PassData& data, const schedule::Coun
   out = d;
 }
 
+template <Direction Pass, bool Ranks>
+__device__ __forceinline__ std::int64_t count_tiles(const schedule::Pass& pass) {
+  assume<Pass, Ranks>(pass.sizes);
+  return schedule::tile_count(pass);
+}
+
 // Describes all tiles, with all warps of the blocks that are there, or as many as have something to do. Working out one
 // takes thousands of cycles, most of it latency: more than some tiles take. So each warp has as few as can be: tiles of
 // different stages in one warp come one after the other.
-template <int N, bool Ranks>
-__device__ __forceinline__ void describe_all(const SharedMemory<N>& shared, int warp, int lane) {
+template <Direction Pass, int N, bool Ranks>
+__device__ __forceinline__ void describe_all(SharedMemory<N>& shared, int warp, int lane) {
   const PassData& data = shared.data();
-  if constexpr (!Ranks) __builtin_assume(data.pass.sizes.ranks == 1);
-  const std::int64_t tiles = schedule::tile_count(data.pass);
+  const std::int64_t tiles = count_tiles<Pass, Ranks>(data.pass);
+  if (warp == 0 && lane == 0) shared.tiles = tiles;
+  const std::int64_t warps = std::int64_t(gridDim.x) * (threads / 32);
   if (warp * std::int64_t(gridDim.x) >= tiles) return;
-  const int at_once = static_cast<int>(schedule::min_of(32, schedule::ceil_div(tiles, gridDim.x * (threads / 32))));
+  int at_once = 1;
+  while (at_once < 32 && at_once * warps < tiles) ++at_once;
   auto take = [&] {
     const unsigned long long first =
         lane == 0 ? atomicAdd(data.counters.control + PassCounters::next_description, static_cast<unsigned long long>(at_once))
@@ -146,7 +168,7 @@ __device__ __forceinline__ void describe_all(const SharedMemory<N>& shared, int 
   };
   for (std::int64_t first = take(); first < tiles; first = take()) {
     if (lane < at_once && first + lane < tiles) {
-      describe<N, Ranks>(data, shared.map(), first + lane, static_cast<TileDescription*>(data.tiles)[first + lane]);
+      describe<Pass, N, Ranks>(data, shared.map(), first + lane, static_cast<TileDescription*>(data.tiles)[first + lane]);
     }
     __threadfence();
     __syncwarp();
@@ -223,7 +245,7 @@ template <int N, bool Ranks>
 __device__ __forceinline__ void take_tiles(SharedMemory<N>& shared, int lane) {
   const PassData& data = shared.data();
   if constexpr (!Ranks) __builtin_assume(data.pass.sizes.ranks == 1);
-  const std::int64_t tiles = schedule::tile_count(data.pass);
+  const std::int64_t tiles = shared.tiles;
   const auto* table = static_cast<const TileDescription*>(data.tiles);
   RingPosition<SharedMemory<N>::Shape::works> mail(0);
   auto take = [&]() -> unsigned long long {
@@ -245,7 +267,9 @@ __device__ __forceinline__ void take_tiles(SharedMemory<N>& shared, int lane) {
         return target == 0 || await<Ranks, Ranks>(data, data.counters.arrivals + counter, 1, target, 0, lane, [] {});
       };
       const bool own_work_done = await<Ranks, false>(data, data.counters.local + local.x, local.y, local.z, local.w, lane,
-                                                     [&] { fetch_weights(data, tile, lane); });
+                                                     [&] {
+                                                       if constexpr (!Ranks) fetch_weights(data, tile, lane);
+                                                     });
       if (!(own_work_done && arrived(arrivals.x, arrivals.y) && arrived(arrivals.z, arrivals.w))) {
         index = -1;
         if (lane == 0) give_up(data, tile, !own_work_done);
@@ -268,7 +292,7 @@ __device__ __forceinline__ void hand_on_tiles(SharedMemory<N>& shared, int lane)
   const PassData& data = shared.data();
   if constexpr (!Ranks) __builtin_assume(data.pass.sizes.ranks == 1);
   const std::uint32_t rank = cluster_rank();
-  await_descriptions(data, schedule::tile_count(data.pass));
+  await_descriptions(data, shared.tiles);
   Packer<N, Ranks> packer(shared, lane);
   RingPosition<slots> position(0), mail(0);
   std::uint32_t step = 0;
