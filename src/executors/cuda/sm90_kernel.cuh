@@ -158,6 +158,7 @@ __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ P
       barrier_init(shared_address(&shared.work_full[w]), work_full_arrivals);
       barrier_init(shared_address(&shared.work_empty[w]), work_empty_arrivals);
       barrier_init(shared_address(&shared.mail_full[w]), 1);
+      barrier_init(shared_address(&shared.nearly_loaded[w]), 32);
       barrier_init(shared_address(&shared.mail_empty[w]), mail_empty_arrivals);
     }
     barrier_init(shared_address(&shared.packing_full), 1);

@@ -145,10 +145,9 @@ class Packer {
   // One part of x is there; the last tells the other ranks.
   __device__ __forceinline__ void count_pulled() {
     const PassData& data = shared_.data();
-    const std::int64_t parts = pulled_parts(data);
     unsigned long long before = 0;
     if (lane_ == 0) before = atomicAdd(data.counters.control + PassCounters::pulled_parts, 1ull);
-    if (__shfl_sync(~0u, before, 0) + 1 == static_cast<unsigned long long>(parts)) {
+    if (__shfl_sync(~0u, before, 0) + 1 == static_cast<unsigned long long>(shared_.pulled_parts)) {
       tell_rows_pulled(data, shared_.peers(), lane_);
     }
   }

@@ -155,7 +155,10 @@ template <Direction Pass, int N, bool Ranks>
 __device__ __forceinline__ void describe_all(SharedMemory<N>& shared, int warp, int lane) {
   const PassData& data = shared.data();
   const std::int64_t tiles = count_tiles<Pass, Ranks>(data.pass);
-  if (warp == 0 && lane == 0) shared.tiles = tiles;
+  if (warp == 0 && lane == 0) {
+    shared.tiles = tiles;
+    if constexpr (Ranks) shared.pulled_parts = pulled_parts(data);
+  }
   const std::int64_t warps = std::int64_t(gridDim.x) * (threads / 32);
   if (warp * std::int64_t(gridDim.x) >= tiles) return;
   int at_once = 1;
@@ -251,6 +254,7 @@ __device__ __forceinline__ void take_tiles(SharedMemory<N>& shared, int lane) {
   auto take = [&]() -> unsigned long long {
     return lane == 0 ? atomicAdd(data.counters.control + PassCounters::next_tile, 1ull) : 0ull;
   };
+  const bool far_ahead = tiles > std::int64_t(SharedMemory<N>::Shape::many) * (gridDim.x / cluster_blocks);
   unsigned long long taken = take();
   await_descriptions(data, tiles);
   std::int64_t index = 0;
@@ -259,7 +263,7 @@ __device__ __forceinline__ void take_tiles(SharedMemory<N>& shared, int lane) {
     if (index >= tiles) {
       index = -1;
     } else {
-      taken = take();  // in flight meanwhile
+      if (far_ahead) taken = take();  // in flight meanwhile
       const TileDescription& tile = table[index];
       const int4 local = __ldcg(reinterpret_cast<const int4*>(&tile.awaited));
       const int4 arrivals = __ldcg(reinterpret_cast<const int4*>(&tile.arrival));
@@ -281,6 +285,10 @@ __device__ __forceinline__ void take_tiles(SharedMemory<N>& shared, int lane) {
       barrier_arrive_in_cluster(address_in(lane, shared_address(&shared.mail_full[mail.slot])));
     }
     __syncwarp();
+    if (!far_ahead && index >= 0) {
+      barrier_wait(shared_address(&shared.nearly_loaded[mail.slot]), mail.parity);
+      taken = take();
+    }
     mail.next();
   }
 }
@@ -389,7 +397,7 @@ __device__ __forceinline__ void hand_on_tiles(SharedMemory<N>& shared, int lane)
     for (std::int64_t i = lane; i < map.arrivals_size; i += 32) data.counters.arrivals[i] = 0;
     if (lane < PassCounters::control_counters) data.counters.control[lane] = 0;
     if (Ranks && data.pass.sizes.direction == schedule::Direction::backward) {
-      if (pulled_parts(data) == 0) tell_rows_pulled(data, shared.peers(), lane);
+      if (shared.pulled_parts == 0) tell_rows_pulled(data, shared.peers(), lane);
       await_rows_pulled(data, shared.peers(), lane);
     }
   }
