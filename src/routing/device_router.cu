@@ -282,12 +282,12 @@ __host__ __device__ bool wants_sums(const DeviceRouteJob& job) {
 __host__ __device__ bool wants_z(const DeviceRouteJob& job) {
   return job.logits.data && job.z_loss && job.config.z_loss_coefficient != 0.0;
 }
-__host__ __device__ Units units_of(const RouterConfig& config, std::int64_t tokens, std::int64_t num_sequences) {
+Units units_of(const RouterConfig& config, std::int64_t tokens, std::int64_t num_sequences) {
   return Units::of(tokens, config.aux_loss == AuxLossKind::sequence ? num_sequences : 1);
 }
 // The same where a single launch routes them. Without losses nothing is summed over the tokens of a unit, so that these may
 // be as few as keep all warps of its block at work.
-__host__ __device__ Units units_at_once(const DeviceRouteJob& job) {
+Units units_at_once(const DeviceRouteJob& job) {
   if (wants_sums(job) || wants_z(job)) return units_of(job.config, job.tokens, job.num_sequences);
   constexpr std::int64_t least = 16;
   return Units::of(job.tokens, 1, (job.tokens + at_once_units * least - 1) / (at_once_units * least) * least);
@@ -414,10 +414,11 @@ __device__ void choose_for_unit(const DeviceRouteJob& job, const Scratch& scratc
 }
 
 template <int PerLane>
-__global__ void __launch_bounds__(32 * row_warps_of<PerLane>) choose_experts(const __grid_constant__ DeviceRouteJob job, const Scratch scratch) {
+__global__ void __launch_bounds__(32 * row_warps_of<PerLane>) choose_experts(const __grid_constant__ DeviceRouteJob job, const Scratch scratch,
+                                                                             const __grid_constant__ Units units) {
   __shared__ ChoiceMemory<PerLane> memory;
   let_next_start();
-  choose_for_unit(job, scratch, units_of(job.config, job.tokens, job.num_sequences), memory);
+  choose_for_unit(job, scratch, units, memory);
 }
 
 // Where a rank's routes go, sorted by expert: with one rank they are the routed rows themselves, otherwise the other ranks
@@ -475,15 +476,29 @@ __device__ void lay_out_units(const DeviceRouteJob& job, const Scratch& scratch,
   int width = 1;
   while (width < num_experts) width *= 2;
   const int parts = Threads / width, e = thread % width, part = thread / width;
-  const std::int64_t share = (units.count + parts - 1) / parts, length = share > at_once_units ? share : at_once_units;
+  const auto share = (static_cast<std::uint32_t>(units.count) + parts - 1) / static_cast<std::uint32_t>(parts);
+  const std::int64_t length = share > at_once_units ? share : at_once_units;
   const std::int64_t first = part * length, last = first + length < units.count ? first + length : units.count;
   const std::int32_t* __restrict__ unit_counts = scratch.unit_counts;
   const float* __restrict__ unit_sums = scratch.unit_sums;
   std::int32_t count = 0;
   double sum = 0.0;
+  // f(u, routes of e in unit u): some at a time, so that the reads do not wait for each other.
+  auto for_each_unit = [&](auto&& f) {
+    constexpr int together = 8;
+#pragma unroll 1
+    for (std::int64_t u = first; u < last; u += together) {
+      std::int32_t counts[together];
+#pragma unroll
+      for (int i = 0; i < together; ++i) counts[i] = u + i < last ? unit_counts[(u + i) * num_experts + e] : 0;
+#pragma unroll
+      for (int i = 0; i < together; ++i) {
+        if (u + i < last) f(u + i, counts[i]);
+      }
+    }
+  };
   if (e < num_experts) {
-#pragma unroll 8
-    for (std::int64_t u = first; u < last; ++u) count += unit_counts[u * num_experts + e];
+    for_each_unit([&](std::int64_t, std::int32_t c) { count += c; });
     if (of_batch) {
 #pragma unroll 8
       for (std::int64_t u = first; u < last; ++u) sum += double(unit_sums[u * num_experts + e]);
@@ -564,13 +579,12 @@ __device__ void lay_out_units(const DeviceRouteJob& job, const Scratch& scratch,
   if (e >= num_experts) return;
   // Where capacity drops some, they are listed all before that.
   const std::int64_t begin = capacity > 0 ? before.routes : before.rows;
-  std::int64_t in_units_before = 0;
+  std::int32_t in_units_before = 0;
   for (int p = 0; p < part; ++p) in_units_before += memory.counts[p * width + e];
-#pragma unroll 8
-  for (std::int64_t u = first; u < last; ++u) {
-    unit_begin(u, e, static_cast<std::int32_t>(in_units_before), begin);
-    in_units_before += unit_counts[u * num_experts + e];
-  }
+  for_each_unit([&](std::int64_t u, std::int32_t c) {
+    unit_begin(u, e, in_units_before, begin);
+    in_units_before += c;
+  });
   if (!writes || part > 0) return;
   if (capacity > 0) scratch.list_begin[e] = before.routes;
   const bool last_expert = e == num_experts - 1;
@@ -593,12 +607,12 @@ __device__ void lay_out_units(const DeviceRouteJob& job, const Scratch& scratch,
 // One block.
 constexpr int layout_threads = 1024;
 __global__ void __launch_bounds__(layout_threads) lay_out(const __grid_constant__ DeviceRouteJob job, const Scratch scratch,
-                                                          const std::int64_t capacity) {
+                                                          const __grid_constant__ Units units, const std::int64_t capacity) {
   __shared__ LayoutMemory<layout_threads> memory;
   let_next_start();
   await_previous();
   const std::int32_t num_experts = job.num_experts;
-  lay_out_units(job, scratch, units_of(job.config, job.tokens, job.num_sequences), capacity, true, memory,
+  lay_out_units(job, scratch, units, capacity, true, memory,
                 [&](std::int64_t u, std::int32_t e, std::int32_t before, std::int64_t) { scratch.unit_begin[u * num_experts + e] = before; });
 }
 
@@ -630,10 +644,13 @@ __device__ void place_unit(const DeviceRouteJob& job, const Scratch& scratch, co
   __syncthreads();
   for (int e = thread; e < num_experts; e += 32 * Warps) {
     std::int32_t place = static_cast<std::int32_t>(begin(e));
+    std::int32_t counts[Warps];
+#pragma unroll
+    for (int w = 0; w < Warps; ++w) counts[w] = places[w * num_experts + e];
+#pragma unroll
     for (int w = 0; w < Warps; ++w) {
-      const std::int32_t count = places[w * num_experts + e];
       places[w * num_experts + e] = place;
-      place += count;
+      place += counts[w];
     }
   }
   __syncthreads();
@@ -653,13 +670,14 @@ __device__ void place_unit(const DeviceRouteJob& job, const Scratch& scratch, co
 
 // A block a unit.
 constexpr int place_warps = 8;
-__global__ void __launch_bounds__(32 * place_warps) place_routes(const __grid_constant__ DeviceRouteJob job, const Scratch scratch, const bool capacity) {
+__global__ void __launch_bounds__(32 * place_warps) place_routes(const __grid_constant__ DeviceRouteJob job, const Scratch scratch,
+                                                                const __grid_constant__ Units units, const bool capacity) {
   __shared__ std::int32_t places[place_warps * max_experts];
   let_next_start();
   await_previous();
   const std::int64_t u = blockIdx.x;
   const RouteLists lists(job);
-  place_unit<place_warps>(job, scratch, units_of(job.config, job.tokens, job.num_sequences), u, capacity, places, [&](std::int32_t e) {
+  place_unit<place_warps>(job, scratch, units, u, capacity, places, [&](std::int32_t e) {
     return scratch.unit_begin[u * job.num_experts + e] + (capacity ? scratch.list_begin[e] : lists.begin[e * lists.stride]);
   });
 }
@@ -667,7 +685,7 @@ __global__ void __launch_bounds__(32 * place_warps) place_routes(const __grid_co
 // All of it for few tokens: a cluster of blocks, a unit each. All of them work out the layout, the first writes it.
 template <int PerLane>
 __global__ void __launch_bounds__(32 * row_warps_of<PerLane>) route_at_once(const __grid_constant__ DeviceRouteJob job, const Scratch scratch,
-                                                                            const std::int64_t capacity) {
+                                                                            const __grid_constant__ Units units, const std::int64_t capacity) {
   constexpr int warps = row_warps_of<PerLane>, threads = 32 * warps;
   __shared__ union {
     ChoiceMemory<PerLane> choice;
@@ -678,7 +696,6 @@ __global__ void __launch_bounds__(32 * row_warps_of<PerLane>) route_at_once(cons
   } memory;
   static_assert(threads >= 32 * PerLane);
   let_next_start();
-  const Units units = units_at_once(job);
   const std::int64_t mine = blockIdx.x;
   choose_for_unit<PerLane>(job, scratch, units, memory.choice);
   __threadfence();
@@ -874,14 +891,14 @@ __device__ void gradient_row(const DeviceRouteGradientJob& job, std::int64_t t, 
 }
 
 template <int PerLane>
-__global__ void __launch_bounds__(32 * row_warps_of<PerLane>) route_gradient(const __grid_constant__ DeviceRouteGradientJob job) {
+__global__ void __launch_bounds__(32 * row_warps_of<PerLane>) route_gradient(const __grid_constant__ DeviceRouteGradientJob job,
+                                                                             const __grid_constant__ Units units) {
   constexpr int row_warps = row_warps_of<PerLane>, row_threads = 32 * row_warps;
   __shared__ float rows[row_warps][32 * PerLane], slopes[32 * PerLane];
   __shared__ std::int32_t counts[32 * PerLane];
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, k = job.top_k;
   const RouterConfig& config = job.config;
   const std::int32_t num_experts = job.num_experts;
-  const Units units = units_of(config, job.tokens, job.num_sequences);
   const std::int64_t u = blockIdx.x, begin = units.begin(u), end = units.end(u), valid = *job.valid_tokens;
   const std::int64_t present = clamped(valid, begin, end);
   if (job.d_gate_logits) {
@@ -1028,21 +1045,25 @@ void device_route(const DeviceRouteJob& job, void* stream) {
   const Scratch scratch = Scratch::over(job.scratch, job.config, job.num_experts, job.top_k, job.tokens);
   const bool drops = job.config.capacity_factor > 0 && job.tokens > 0;
   const std::int64_t capacity = drops ? expert_capacity(job.config.capacity_factor, job.tokens, job.top_k, job.num_experts) : 0;
-  const auto units = static_cast<unsigned>(units_of(job.config, job.tokens, job.num_sequences).count);
   if (routes_at_once(job)) {
+    const Units units = units_at_once(job);
     unsigned blocks = 1;
-    while (blocks < units_at_once(job).count) blocks *= 2;
+    while (blocks < units.count) blocks *= 2;
     with_row(job.num_experts, [&]<int PerLane>() {
       if constexpr (32 * PerLane <= at_once_experts) {
-        launch("launch of the router", route_at_once<PerLane>, blocks, 32 * row_warps_of<PerLane>, s, cluster_of(blocks), job, scratch, capacity);
+        launch("launch of the router", route_at_once<PerLane>, blocks, 32 * row_warps_of<PerLane>, s, cluster_of(blocks), job, scratch, units, capacity);
       }
     });
   } else {
-    with_row(job.num_experts, [&]<int PerLane>() { choose_experts<PerLane><<<units > 0 ? units : 1, 32 * row_warps_of<PerLane>, 0, s>>>(job, scratch); });
+    const Units units = units_of(job.config, job.tokens, job.num_sequences);
+    const auto blocks = static_cast<unsigned>(units.count);
+    with_row(job.num_experts, [&]<int PerLane>() {
+      choose_experts<PerLane><<<blocks > 0 ? blocks : 1, 32 * row_warps_of<PerLane>, 0, s>>>(job, scratch, units);
+    });
     check_launch("launch of the router");
-    launch("launch of the layout", lay_out, 1, layout_threads, s, beside_previous(), job, scratch, capacity);
-    if (units == 0) return;
-    launch("launch of the token order", place_routes, units, 32 * place_warps, s, beside_previous(), job, scratch, drops);
+    launch("launch of the layout", lay_out, 1, layout_threads, s, beside_previous(), job, scratch, units, capacity);
+    if (blocks == 0) return;
+    launch("launch of the token order", place_routes, blocks, 32 * place_warps, s, beside_previous(), job, scratch, units, drops);
   }
   if (!drops) return;
   launch("launch of the capacity", drop_routes, unsigned(job.num_experts), capacity_threads, s, beside_previous(), job, scratch, capacity);
@@ -1050,9 +1071,10 @@ void device_route(const DeviceRouteJob& job, void* stream) {
 
 void device_route_gradient(const DeviceRouteGradientJob& job, void* stream) {
   const auto s = static_cast<cudaStream_t>(stream);
-  const auto units = static_cast<unsigned>(units_of(job.config, job.tokens, job.num_sequences).count);
-  if (units == 0 || (!job.d_logits && !job.d_topk_weights && !job.d_gate_logits)) return;
-  with_row(job.num_experts, [&]<int PerLane>() { route_gradient<PerLane><<<units, 32 * row_warps_of<PerLane>, 0, s>>>(job); });
+  const Units units = units_of(job.config, job.tokens, job.num_sequences);
+  if (units.count == 0 || (!job.d_logits && !job.d_topk_weights && !job.d_gate_logits)) return;
+  const auto blocks = static_cast<unsigned>(units.count);
+  with_row(job.num_experts, [&]<int PerLane>() { route_gradient<PerLane><<<blocks, 32 * row_warps_of<PerLane>, 0, s>>>(job, units); });
   check_launch("launch of the router's gradient");
 }
 
