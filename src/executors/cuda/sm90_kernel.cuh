@@ -139,6 +139,30 @@ __device__ __forceinline__ void copy_layout(SharedMemory<N>& shared, const sched
   copy = schedule::Layout::at(shared.layout_header, copy.row_route, sizes.ranks, sizes.local_experts);
 }
 
+// While the kernel in front is at work: three tiles of a pass that has one row are described, so that the instructions are
+// there when the pass is known. (To fetch them takes as long as to describe all tiles of a small pass.)
+template <Direction Pass, int N>
+__device__ __forceinline__ void rehearse(SharedMemory<N>& shared, const schedule::Layout& layout, int thread) {
+  auto& pass = reinterpret_cast<PassData*>(shared.data_copy)->pass;
+  const std::int32_t experts = pass.sizes.local_experts;
+  const std::int64_t words = schedule::Layout::header_length(1, experts);
+  if (words > SharedMemory<N>::layout_words) return;
+  const auto rehearsed = schedule::Layout::at(shared.layout_header, nullptr, 1, experts);
+  // All of the rows that there are, one, are the first expert's.
+  for (int i = thread; i < static_cast<int>(words); i += threads) {
+    shared.layout_header[i] = shared.layout_header + i == rehearsed.source_begin || shared.layout_header + i == rehearsed.block_begin ? 0 : 1;
+  }
+  if (thread == 0) pass.layout = rehearsed;
+  __syncthreads();
+  const int warp = thread / 32;
+  if (thread % 32 == 0 && warp < 3) {
+    const std::int64_t last = count_tiles<Pass, false>(pass) - 1;
+    describe<Pass, N, false>(shared.data(), shared.map(), warp == 0 ? 0 : warp == 1 ? last / 2 : last, shared.work[warp]);
+  }
+  __syncthreads();
+  if (thread == 0) pass.layout = layout;
+}
+
 template <Direction Pass, int N, bool Ranks>
 __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ Parameters p) {
   using Shape = BlockShape<N>;
@@ -177,6 +201,9 @@ __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ P
   copy(shared.map_copy, p.counter_map);
   if constexpr (Ranks) copy(shared.peers_copy, *p.data.peers);
   cluster_sync();
+  if constexpr (Pass == Direction::forward && !Ranks) {
+    if (p.beside_previous) rehearse<Pass, N>(shared, p.data.pass.layout, thread);
+  }
   await_previous();
   copy_layout<N>(shared, p.data.pass, thread);
   __syncthreads();
@@ -228,6 +255,7 @@ void launch(const PassData& data, int blocks, cudaStream_t stream, bool beside_p
   Parameters p{};
   p.data = data;
   p.counter_map = schedule::CounterMap::of(sizes);
+  p.beside_previous = beside_previous;
   constexpr bool forward = Pass == Direction::forward;
   for (int g = 0; g <= sizes.shared_experts; ++g) {
     const ExpertGroup& group = data.groups[g];

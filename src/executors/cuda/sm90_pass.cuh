@@ -48,6 +48,7 @@ struct Parameters {
   PassData data;
   schedule::CounterMap counter_map;
   GroupMaps maps[1 + schedule::max_shared_experts];
+  bool beside_previous;  // this kernel may have started before the one in front of it has ended
 };
 
 // A tile, worked out (sm90_tiles.cuh): what is alike for both blocks of the cluster.
