@@ -316,13 +316,17 @@ __device__ void choose_for_unit(const DeviceRouteJob& job, const Scratch& scratc
   auto& reduction = shared.reduction;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, k = job.top_k;
   const std::int32_t num_experts = job.num_experts;
-  for (const ZeroRange& range : job.zero) {
-    for (std::int64_t i = blockIdx.x * std::int64_t(row_threads) + thread; i < range.count; i += std::int64_t(gridDim.x) * row_threads) {
-      range.begin[i] = 0;
+  auto clear = [&] {
+#pragma unroll 1
+    for (const ZeroRange& range : job.zero) {
+#pragma unroll 1
+      for (std::int64_t i = blockIdx.x * std::int64_t(row_threads) + thread; i < range.count; i += std::int64_t(gridDim.x) * row_threads) {
+        range.begin[i] = 0;
+      }
     }
-  }
+  };
   const std::int64_t u = blockIdx.x;
-  if (u >= units.count) return;
+  if (u >= units.count) return clear();
   const std::int64_t begin = units.begin(u), end = units.end(u), present = clamped(valid_tokens(job), begin, end);
   if (job.gates) {
     for (std::int64_t n = begin * job.shared_experts + thread; n < end * job.shared_experts; n += row_threads) {
@@ -392,6 +396,7 @@ __device__ void choose_for_unit(const DeviceRouteJob& job, const Scratch& scratc
       __syncthreads();
     }
   }
+  clear();  // here, where warps without a token do it while others are at theirs
   for (std::int64_t route = present * k + thread; route < end * k; route += row_threads) {
     job.topk_ids[route] = -1;
     job.topk_weights[route] = 0.0f;
@@ -453,7 +458,7 @@ struct LayoutMemory {
   double sums[Threads];
   double reduction[32];
   struct Before {  // of experts in front of another: what is kept of their routes, in rows and row blocks, and all of them
-    std::int64_t rows, blocks, routes;
+    std::int32_t rows, blocks, routes;
     __device__ Before operator+(Before b) const { return {rows + b.rows, blocks + b.blocks, routes + b.routes}; }
     __device__ Before operator-(Before b) const { return {rows - b.rows, blocks - b.blocks, routes - b.routes}; }
   } of_warp[32];
@@ -473,14 +478,13 @@ __device__ void lay_out_units(const DeviceRouteJob& job, const Scratch& scratch,
 
   // Threads of one expert share its units, each a range of them. As many as a single launch has stay together: so the
   // order of their sums is the same with fewer threads.
-  int width = 1;
-  while (width < num_experts) width *= 2;
-  const int parts = Threads / width, e = thread % width, part = thread / width;
+  const int width = num_experts > 1 ? 1 << (32 - __clz(num_experts - 1)) : 1, log_width = __ffs(width) - 1;
+  const int parts = Threads >> log_width, e = thread & (width - 1), part = thread >> log_width;
   const auto share = (static_cast<std::uint32_t>(units.count) + parts - 1) / static_cast<std::uint32_t>(parts);
   const std::int64_t length = share > at_once_units ? share : at_once_units;
   const std::int64_t first = part * length, last = first + length < units.count ? first + length : units.count;
-  const std::int32_t* __restrict__ unit_counts = scratch.unit_counts;
-  const float* __restrict__ unit_sums = scratch.unit_sums;
+  const std::int32_t* unit_counts = scratch.unit_counts;  // read past the first-level cache: others may have written them
+  const float* unit_sums = scratch.unit_sums;             // in this launch
   std::int32_t count = 0;
   double sum = 0.0;
   // f(u, routes of e in unit u): some at a time, so that the reads do not wait for each other.
@@ -490,7 +494,7 @@ __device__ void lay_out_units(const DeviceRouteJob& job, const Scratch& scratch,
     for (std::int64_t u = first; u < last; u += together) {
       std::int32_t counts[together];
 #pragma unroll
-      for (int i = 0; i < together; ++i) counts[i] = u + i < last ? unit_counts[(u + i) * num_experts + e] : 0;
+      for (int i = 0; i < together; ++i) counts[i] = u + i < last ? __ldcg(unit_counts + (u + i) * num_experts + e) : 0;
 #pragma unroll
       for (int i = 0; i < together; ++i) {
         if (u + i < last) f(u + i, counts[i]);
@@ -501,7 +505,7 @@ __device__ void lay_out_units(const DeviceRouteJob& job, const Scratch& scratch,
     for_each_unit([&](std::int64_t, std::int32_t c) { count += c; });
     if (of_batch) {
 #pragma unroll 8
-      for (std::int64_t u = first; u < last; ++u) sum += double(unit_sums[u * num_experts + e]);
+      for (std::int64_t u = first; u < last; ++u) sum += double(__ldcg(unit_sums + u * num_experts + e));
     }
   }
   memory.counts[thread] = count;
@@ -528,9 +532,9 @@ __device__ void lay_out_units(const DeviceRouteJob& job, const Scratch& scratch,
           std::int64_t c = 0;
           double s = 0.0;
           for (std::int64_t u = q * units.units_per_sequence; u < (q + 1) * units.units_per_sequence; ++u) {
-            c += unit_counts[u * num_experts + e];
+            c += __ldcg(unit_counts + u * num_experts + e);
             // A unit without tokens has left its sums at zero.
-            s += double(unit_sums[u * num_experts + e]);
+            s += double(__ldcg(unit_sums + u * num_experts + e));
           }
           dot += aux_from_dot(job.config.aux_loss_coefficient, num_experts, double(c) * s, job.top_k, valid_tokens_of(q, units.length, valid));
         }
@@ -545,7 +549,7 @@ __device__ void lay_out_units(const DeviceRouteJob& job, const Scratch& scratch,
       aux = block_sum(dot, memory.reduction);
     } else if (want_sums) {
       double mine = 0.0;
-      for (std::int64_t u = thread; u < units.count; u += Threads) mine += scratch.unit_aux[u];
+      for (std::int64_t u = thread; u < units.count; u += Threads) mine += __ldcg(scratch.unit_aux + u);
       aux = block_sum(mine, memory.reduction);
     }
     if (thread == 0) *job.aux_loss = float(aux);
@@ -553,7 +557,7 @@ __device__ void lay_out_units(const DeviceRouteJob& job, const Scratch& scratch,
   if (writes && job.z_loss) {
     double mine = 0.0;
     if (wants_z(job)) {
-      for (std::int64_t u = thread; u < units.count; u += Threads) mine += double(scratch.unit_z[u]);
+      for (std::int64_t u = thread; u < units.count; u += Threads) mine += double(__ldcg(scratch.unit_z + u));
     }
     const double total = block_sum(mine, memory.reduction);
     if (thread == 0) *job.z_loss = valid > 0 ? float(job.config.z_loss_coefficient * (total / double(valid))) : 0.0f;
@@ -563,8 +567,9 @@ __device__ void lay_out_units(const DeviceRouteJob& job, const Scratch& scratch,
   // nobody has to be told.
   using Before = typename LayoutMemory<Threads>::Before;
   const schedule::Extent extent = schedule::Extent::of(job.sizes, kept);
-  const Before own{extent.rows, extent.blocks, all};
+  const Before own{static_cast<std::int32_t>(extent.rows), static_cast<std::int32_t>(extent.blocks), static_cast<std::int32_t>(all)};
   Before until = own;  // the warp's experts up to e
+#pragma unroll 1
   for (int distance = 1; distance < 32 && distance < width; distance *= 2) {
     const Before other{__shfl_up_sync(all_lanes, until.rows, distance), __shfl_up_sync(all_lanes, until.blocks, distance),
                        __shfl_up_sync(all_lanes, until.routes, distance)};
@@ -616,70 +621,66 @@ __global__ void __launch_bounds__(layout_threads) lay_out(const __grid_constant_
                 [&](std::int64_t u, std::int32_t e, std::int32_t before, std::int64_t) { scratch.unit_begin[u * num_experts + e] = before; });
 }
 
-// By a block of Warps warps: a unit's routes, in order. begin(e): where those of expert e go.
-template <int Warps, class Begin>
+// By a block of Warps warps: a unit's routes, in order. begin[e]: where the next one of expert e goes, in shared memory.
+template <int Warps>
 __device__ void place_unit(const DeviceRouteJob& job, const Scratch& scratch, const Units& units, std::int64_t u, bool capacity,
-                           std::int32_t* __restrict__ places, Begin&& begin) {
+                           std::int32_t* begin, std::int32_t* places) {
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const std::int32_t num_experts = job.num_experts;
-  // Each warp has a stretch of the routes; places[w E + e]: how many of warp w are for expert e, then where these go.
-  const std::int64_t unit_first = units.begin(u) * job.top_k, unit_last = units.end(u) * job.top_k;
-  const std::int64_t stretch = (unit_last - unit_first + 32 * Warps - 1) / (32 * Warps) * 32;
-  const std::int64_t first = unit_first + warp * stretch, last = first + stretch < unit_last ? first + stretch : unit_last;
-  for (int i = thread; i < Warps * num_experts; i += 32 * Warps) places[i] = 0;
-  __syncthreads();
-  auto for_each = [&](auto&& f) {  // f(route, its expert or -1, how many lanes have that expert, how many of them before)
-    for (std::int64_t from = first; from < last; from += 32) {
-      const std::int64_t route = from + lane;
-      const std::int32_t id = route < last ? job.topk_ids[route] : -1;
-      const unsigned same = __match_any_sync(all_lanes, id);
-      f(route, id, __popc(same), __popc(same & ((1u << lane) - 1)));
-    }
-  };
-  std::int32_t* mine = places + warp * num_experts;
-  for_each([&](std::int64_t, std::int32_t id, int count, int before) {
-    if (id >= 0 && before == 0) mine[id] += count;
-    __syncwarp();
-  });
-  __syncthreads();
-  for (int e = thread; e < num_experts; e += 32 * Warps) {
-    std::int32_t place = static_cast<std::int32_t>(begin(e));
-    std::int32_t counts[Warps];
-#pragma unroll
-    for (int w = 0; w < Warps; ++w) counts[w] = places[w * num_experts + e];
-#pragma unroll
-    for (int w = 0; w < Warps; ++w) {
-      places[w * num_experts + e] = place;
-      place += counts[w];
-    }
-  }
-  __syncthreads();
+  const std::int64_t last = units.end(u) * job.top_k;
   const RouteLists lists(job);
-  for_each([&](std::int64_t route, std::int32_t id, int count, int before) {
-    const std::int32_t place = id >= 0 ? mine[id] + before : 0;
-    if (id >= 0 && capacity) {
-      scratch.list[place] = std::int32_t(route);
-    } else if (id >= 0) {
-      lists.put(job, place, std::int32_t(route));
+  std::int32_t* mine = places + warp * num_experts;  // routes of each expert among the warp's 32, then where these go
+#pragma unroll 1
+  for (std::int64_t first = units.begin(u) * job.top_k; first < last; first += 32 * Warps) {
+    const std::int64_t route = first + thread;
+    const std::int32_t id = route < last ? job.topk_ids[route] : -1;
+#pragma unroll 1
+    for (int e = lane; e < num_experts; e += 32) mine[e] = 0;
+    __syncwarp();
+    const unsigned same = __match_any_sync(all_lanes, id);
+    const int before = __popc(same & ((1u << lane) - 1));
+    if (id >= 0 && before == 0) mine[id] = __popc(same);
+    __syncthreads();
+#pragma unroll 1
+    for (int e = thread; e < num_experts; e += 32 * Warps) {
+      std::int32_t counts[Warps], place = begin[e];
+#pragma unroll
+      for (int w = 0; w < Warps; ++w) counts[w] = places[w * num_experts + e];
+#pragma unroll
+      for (int w = 0; w < Warps; ++w) {
+        places[w * num_experts + e] = place;
+        place += counts[w];
+      }
+      begin[e] = place;
+    }
+    __syncthreads();
+    if (id >= 0) {
+      const std::int32_t place = mine[id] + before;
+      if (capacity) {
+        scratch.list[place] = std::int32_t(route);
+      } else {
+        lists.put(job, place, std::int32_t(route));
+      }
     }
     __syncwarp();
-    if (id >= 0 && before == 0) mine[id] += count;
-    __syncwarp();
-  });
+  }
 }
 
 // A block a unit.
 constexpr int place_warps = 8;
 __global__ void __launch_bounds__(32 * place_warps) place_routes(const __grid_constant__ DeviceRouteJob job, const Scratch scratch,
                                                                 const __grid_constant__ Units units, const bool capacity) {
-  __shared__ std::int32_t places[place_warps * max_experts];
+  __shared__ std::int32_t places[place_warps * max_experts], begin[max_experts];
   let_next_start();
   await_previous();
   const std::int64_t u = blockIdx.x;
   const RouteLists lists(job);
-  place_unit<place_warps>(job, scratch, units, u, capacity, places, [&](std::int32_t e) {
-    return scratch.unit_begin[u * job.num_experts + e] + (capacity ? scratch.list_begin[e] : lists.begin[e * lists.stride]);
-  });
+  for (int e = threadIdx.x; e < job.num_experts; e += 32 * place_warps) {
+    begin[e] = scratch.unit_begin[u * job.num_experts + e] +
+               static_cast<std::int32_t>(capacity ? scratch.list_begin[e] : lists.begin[e * lists.stride]);
+  }
+  __syncthreads();
+  place_unit<place_warps>(job, scratch, units, u, capacity, begin, places);
 }
 
 // All of it for few tokens: a cluster of blocks, a unit each. All of them work out the layout, the first writes it.
@@ -698,16 +699,13 @@ __global__ void __launch_bounds__(32 * row_warps_of<PerLane>) route_at_once(cons
   let_next_start();
   const std::int64_t mine = blockIdx.x;
   choose_for_unit<PerLane>(job, scratch, units, memory.choice);
-  __threadfence();
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
   lay_out_units(job, scratch, units, capacity, mine == 0, memory.order.layout,
                 [&](std::int64_t u, std::int32_t e, std::int32_t before, std::int64_t begin) {
                   if (u == mine) memory.order.begin[e] = static_cast<std::int32_t>(begin + before);
                 });
   __syncthreads();
-  if (mine < units.count) {
-    place_unit<warps>(job, scratch, units, mine, capacity > 0, memory.order.places, [&](std::int32_t e) { return memory.order.begin[e]; });
-  }
+  if (mine < units.count) place_unit<warps>(job, scratch, units, mine, capacity > 0, memory.order.begin, memory.order.places);
 }
 
 // A block an expert: keeps `capacity` of its routes, in order, and drops the others.

@@ -111,18 +111,6 @@ __device__ __forceinline__ void load_b(const Parameters& p, SharedMemory<N>& sha
       }
       __syncwarp();
     }
-    // With few rows a stage is multiplied faster than the ring's bytes come from memory: weights further ahead are asked
-    // into the second-level cache, so that more of them are on their way.
-    const bool few_rows = (job.stage == Stage::gate_up || job.stage == Stage::down) && job.rows <= rows_per_tile / 2;
-    auto fetch_ahead = [&](int k, int box) {
-      if (k >= job.k_steps) return;
-      if (job.stage == Stage::gate_up) {
-        tma_prefetch(map, k * depth, job.column + box * next, 0, expert);
-      } else {
-        tma_prefetch(map, k * depth, job.column + box * 64, expert);
-      }
-    };
-    if (few_rows && lane < Shape::stages_ahead * job.blocks) fetch_ahead(Shape::stages + lane / job.blocks, lane % job.blocks);
     const int tokens = job.stage == Stage::combine ? combine_tokens<N>(sizes.top_k) : 0;
 #pragma unroll 1
     for (int k = 0; k < job.k_steps; ++k) {
@@ -164,7 +152,6 @@ __device__ __forceinline__ void load_b(const Parameters& p, SharedMemory<N>& sha
         }
       }
       __syncwarp();
-      if (few_rows && lane < job.blocks) fetch_ahead(k + Shape::stages + Shape::stages_ahead, lane);
       ring.next();
     }
   }

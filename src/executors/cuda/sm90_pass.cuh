@@ -95,7 +95,6 @@ struct BlockShape {
   static_assert(N == 128 || N == 192);
   static constexpr int a_bytes = rows_per_tile * 128, b_bytes = N * 128, stage_bytes = a_bytes + b_bytes;
   static constexpr int stages = N == 192 ? 4 : 5;
-  static constexpr int stages_ahead = 4;  // asked for beyond the ring, where weights are all that counts (sm90_load.cuh)
   // Of a thread, and of one that computes; together 504 for one and two. Beside the sums of 128 x 192 few are left.
   static constexpr int fetch_registers = N == 192 ? 56 : 72, compute_registers = N == 192 ? 224 : 216;
   static constexpr int down_dgrad_columns = 128;  // its epilogue needs more registers than the others

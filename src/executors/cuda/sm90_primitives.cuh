@@ -153,15 +153,6 @@ __device__ __forceinline__ void tma_prefetch(const CUtensorMap* map, int c0, int
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(c0), "r"(c1)
                : "memory");
 }
-__device__ __forceinline__ void tma_prefetch(const CUtensorMap* map, int c0, int c1, int c2) {
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(c0), "r"(c1), "r"(c2)
-               : "memory");
-}
-__device__ __forceinline__ void tma_prefetch(const CUtensorMap* map, int c0, int c1, int c2, int c3) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(c0), "r"(c1),
-               "r"(c2), "r"(c3)
-               : "memory");
-}
 // `bytes` (a multiple of 16) that lie one after the other: in, out, and into the second-level cache. Stores of a thread
 // belong to groups, which it can wait for: until they have read their source, or until they are done.
 __device__ __forceinline__ void bulk_load(std::uint32_t destination, const void* source, std::uint32_t bytes,

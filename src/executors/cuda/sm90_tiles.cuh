@@ -232,6 +232,9 @@ inline __device__ __noinline__ void give_up(const PassData& data, const TileDesc
 // The weights of a tile that has to wait for its rows into the second-level cache, with a whole warp: so a pass with few
 // tiles reads those of down_proj while it does gate_up.
 inline __device__ __noinline__ void fetch_weights(const PassData& data, const TileDescription& tile, int lane) {
+#ifdef VARIANT_NOFETCH
+  return;
+#endif
   if (tile.stage != Stage::down) return;
   const ExpertGroup& tensors = data.groups[tile.group];
   const auto* from = reinterpret_cast<const char*>(
