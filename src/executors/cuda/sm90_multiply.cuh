@@ -76,26 +76,15 @@ __device__ __forceinline__ void multiply_stages(SharedMemory<RingN>& shared, Sum
     }
     product_commit();
     product_wait<1>();
-    if (Blocks == 2 ? k > 0 : previous != 0) release_stage(previous);
+    if (k > 0) release_stage(previous);
     previous = shared_address(&shared.empty[ring.slot]);
     ring.next();
-#ifdef VARIANT_EARLY
-    // With few rows, what counts is how many bytes are on their way: where the next stage is still awaited, this one is
-    // given back at once.
-    if constexpr (Blocks == 1) {
-      if (k + 1 < k_steps && !__all_sync(~0u, barrier_complete(shared_address(&shared.full[ring.slot]), ring.parity))) {
-        product_wait<0>();
-        release_stage(previous);
-        previous = 0;
-      }
-    }
-#endif
   }
   named_barrier_arrive(your_turn, 2 * consumer_threads);
   product_wait<0>();
 #pragma unroll
   for (int m = 0; m < 2; ++m) hold(sums.value[m]);
-  if (Blocks == 2 ? k_steps > 0 : previous != 0) release_stage(previous);
+  if (k_steps > 0) release_stage(previous);
 }
 
 // `my_turn` and `your_turn`: barriers of the two warpgroups.

@@ -189,11 +189,11 @@ __device__ __forceinline__ void await_descriptions(const PassData& data, std::in
   __syncwarp();
 }
 
-// Waits, with the whole warp, until all `count` counters are at their targets. False: it took too long. If it has to
-// wait, it does `meanwhile` first. System: other ranks raise them.
-template <bool Ranks, bool System, class Meanwhile>
+// Waits, with the whole warp, until all `count` counters are at their targets. False: it took too long.
+// System: other ranks raise them.
+template <bool Ranks, bool System>
 __device__ __forceinline__ bool await(const PassData& data, const unsigned long long* counters, int count,
-                                      std::uint32_t low, std::uint32_t high, int lane, Meanwhile&& meanwhile) {
+                                      std::uint32_t low, std::uint32_t high, int lane) {
   unsigned long long began = 0;
   for (int i = lane; __any_sync(~0u, i < count); i += 32) {
     auto done = [&] {
@@ -203,7 +203,6 @@ __device__ __forceinline__ bool await(const PassData& data, const unsigned long 
     };
     unsigned spins = 0;
     while (!__all_sync(~0u, done())) {
-      if (spins == 0) meanwhile();
       __nanosleep(32);
       if ((++spins & 1023u) == 0) {
         const unsigned long long now = global_time();
@@ -227,23 +226,6 @@ inline __device__ __noinline__ void give_up(const PassData& data, const TileDesc
   what.rank = data.pass.sizes.rank;
   if (own_work) what.awaited = what.rank;
   report(data.error, data.stop, what);
-}
-
-// The weights of a tile that has to wait for its rows into the second-level cache, with a whole warp: so a pass with few
-// tiles reads those of down_proj while it does gate_up.
-inline __device__ __noinline__ void fetch_weights(const PassData& data, const TileDescription& tile, int lane) {
-#ifdef VARIANT_NOFETCH
-  return;
-#endif
-  if (tile.stage != Stage::down) return;
-  const ExpertGroup& tensors = data.groups[tile.group];
-  const auto* from = reinterpret_cast<const char*>(
-      tensors.down_proj.of(tile.expert, data.pass.sizes.hidden_size * tensors.width) + tile.column * tensors.width);
-  const std::int64_t bytes = tile.columns * tensors.width * 2;  // whole rows, one after the other
-  constexpr int piece = 4096;
-  for (std::int64_t at = lane * piece; at < bytes; at += 32 * piece) {
-    bulk_prefetch(from + at, static_cast<std::uint32_t>(schedule::min_of(piece, bytes - at)));
-  }
 }
 
 // Warp 0 of the first block of a cluster: takes tiles, waits for what they read, and tells both blocks.
@@ -271,12 +253,9 @@ __device__ __forceinline__ void take_tiles(SharedMemory<N>& shared, int lane) {
       const int4 local = __ldcg(reinterpret_cast<const int4*>(&tile.awaited));
       const int4 arrivals = __ldcg(reinterpret_cast<const int4*>(&tile.arrival));
       auto arrived = [&](int counter, std::uint32_t target) {
-        return target == 0 || await<Ranks, Ranks>(data, data.counters.arrivals + counter, 1, target, 0, lane, [] {});
+        return target == 0 || await<Ranks, Ranks>(data, data.counters.arrivals + counter, 1, target, 0, lane);
       };
-      const bool own_work_done = await<Ranks, false>(data, data.counters.local + local.x, local.y, local.z, local.w, lane,
-                                                     [&] {
-                                                       if constexpr (!Ranks) fetch_weights(data, tile, lane);
-                                                     });
+      const bool own_work_done = await<Ranks, false>(data, data.counters.local + local.x, local.y, local.z, local.w, lane);
       if (!(own_work_done && arrived(arrivals.x, arrivals.y) && arrived(arrivals.z, arrivals.w))) {
         index = -1;
         if (lane == 0) give_up(data, tile, !own_work_done);
