@@ -101,7 +101,7 @@ struct BlockShape {
   static constexpr int works = 4;
   // Of few tiles a pair takes the next one when it has only so many stages left to load of its last: those that it takes
   // far ahead, others could have begun already. More than `many` tiles a pair come out even anyhow.
-  static constexpr int lead_stages = 8, many = 32;
+  static constexpr int lead_stages = 14, many = 32;
   static constexpr int staging_bytes = 2048;  // of each computing warp: 16 rows of 128 bytes
   static constexpr int pack_bytes = 32768, pack_piece = 4096;  // rows that are packed go through these, in pieces
 };
