@@ -1,5 +1,6 @@
-// The whole layer on a GPU through its C++ interface: time of a forward and of a backward with their routing, of the
-// routing kernels alone (the same T, E and k with experts of no size), and of the host for a call.
+// The whole layer on a GPU through its C++ interface: forwards of few tokens in a CUDA graph (`small`: these alone), time
+// of a forward and of a backward with their routing, of the routing kernels alone (the same T, E and k with experts of no
+// size), and of the host for a call.
 //
 // Build: as pass_workbench.cu, together with src/**/*.cpp and -DMOELITH_WITH_CUDA=1.
 #include <cuda_runtime.h>
@@ -108,10 +109,78 @@ void measure(const std::string& name, std::int64_t hidden, std::int64_t width, i
   free_all();
 }
 
+// A CUDA graph of forward without gradients, replayed: the median over fresh inputs and routes, so that weights come from
+// memory, and the least time to read those of the experts that were chosen.
+__global__ void idle(unsigned long long nanoseconds) {
+  unsigned long long begin, now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
+  do {
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  } while (now - begin < nanoseconds);
+}
+void measure_small(const std::string& name, std::int64_t hidden, std::int64_t width, int experts, int top_k) {
+  constexpr double bytes_per_us = 4.8e6;  // an H200's memory, by its data sheet
+  for (const std::int64_t tokens : {1, 8, 64, 512}) {
+    LayerConfig c;
+    c.hidden_size = hidden, c.intermediate_size = width, c.num_experts = experts, c.top_k = top_k;
+    PlanOptions options;
+    options.max_tokens = tokens, options.device = DeviceKind::cuda;
+    const Plan plan = Plan::create(c, options);
+    const DataType bf16 = DataType::bfloat16, f32 = DataType::float32;
+    Inputs in;
+    in.x = tensor(bf16, {tokens, hidden}, 1.0f, 1);
+    in.router_logits = tensor(f32, {tokens, experts}, 1.0f, 2);
+    in.weights.gate_up_proj = tensor(bf16, {experts, 2 * width, hidden}, 1.0f / std::sqrt(float(hidden)), 3);
+    in.weights.down_proj = tensor(bf16, {experts, hidden, width}, 1.0f / std::sqrt(float(width)), 4);
+    Outputs out;
+    out.y = tensor(bf16, {tokens, hidden});
+    out.expert_counts = tensor(DataType::int64, {experts});
+    void* workspace = allocate(plan.buffer_sizes(tokens).workspace);
+    cudaStream_t stream;
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
+    plan.forward(in, out, nullptr, workspace, stream);  // code is loaded on first use
+    check(cudaDeviceSynchronize(), "forward");
+    cudaGraph_t graph;
+    cudaGraphExec_t replay;
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+    plan.forward(in, out, nullptr, workspace, stream);
+    check(cudaStreamEndCapture(stream, &graph), "capture");
+    check(cudaGraphInstantiate(&replay, graph, 0), "graph");
+    cudaEvent_t a, b;
+    cudaEventCreate(&a), cudaEventCreate(&b);
+    std::vector<double> times, floors;
+    for (int round = 0; round < 53; ++round) {
+      fill<<<64, 256, 0, stream>>>(static_cast<numerics::bfloat16*>(in.x.data), in.x.numel(), 1.0f, (100ull + round) << 40);
+      fill<<<64, 256, 0, stream>>>(static_cast<float*>(in.router_logits.data), in.router_logits.numel(), 1.0f, (500ull + round) << 40);
+      idle<<<1, 1, 0, stream>>>(200'000);  // the host is done launching before the device begins
+      cudaEventRecord(a, stream);
+      check(cudaGraphLaunch(replay, stream), "replay");
+      cudaEventRecord(b, stream);
+      check(cudaEventSynchronize(b), "replay");
+      float ms;
+      cudaEventElapsedTime(&ms, a, b);
+      std::vector<std::int64_t> counts(experts);
+      check(cudaMemcpy(counts.data(), out.expert_counts.data, counts.size() * 8, cudaMemcpyDeviceToHost), "counts");
+      if (round < 3) continue;
+      times.push_back(ms * 1e3);
+      floors.push_back(double(experts - std::count(counts.begin(), counts.end(), 0)) * 6 * hidden * width / bytes_per_us);
+    }
+    std::sort(times.begin(), times.end()), std::sort(floors.begin(), floors.end());
+    std::printf("%-12s T %4lld  forward %7.1f us (%.1f to %.1f), weights alone %6.1f us\n", name.c_str(), (long long)tokens,
+                times[times.size() / 2], times.front(), times.back(), floors[floors.size() / 2]);
+    std::fflush(stdout);
+    cudaGraphExecDestroy(replay), cudaGraphDestroy(graph), cudaStreamDestroy(stream);
+    cudaEventDestroy(a), cudaEventDestroy(b);
+    free_all();
+  }
+}
+
 }  // namespace
 
-int main() {
+int main(int count, char** arguments) {
   try {
+    measure_small("Qwen3-30B", 2048, 768, 128, 8);
+    if (count > 1 && std::string(arguments[1]) == "small") return 0;
     measure("Qwen3-30B", 2048, 768, 128, 8, 16384);
     measure("its routing", 8, 8, 128, 8, 16384);
     measure("OLMoE", 2048, 1024, 64, 8, 16384);

@@ -166,7 +166,8 @@ class CudaLayer final : public DeviceLayer {
     if (columns != 128 && columns != 192) {
       throw Error(Status::invalid_argument, "tile_columns: got " + std::to_string(columns) + ", accepted on device cuda are 0, 128 and 192");
     }
-    tile_ = executors::cuda::sm90_tile_shape(columns, config_.activation.gated() ? 2 : 1, config_.top_k);
+    tile_ = tile_shape(columns);
+    check_cuda(cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount, device), "multiprocessor count");
     for (std::size_t s = 0; s < shared_count_; ++s) gated_ |= std::uint32_t(config_.shared_experts[s].gated) << s;
     if (plan.options.group.size() > 1) {
       cudaFuncAttributes attributes;
@@ -177,7 +178,6 @@ class CudaLayer final : public DeviceLayer {
       *error_ = PassError{};
     }
     if (plan.options.timeline) {
-      check_cuda(cudaDeviceGetAttribute(&trace_blocks_, cudaDevAttrMultiProcessorCount, device), "multiprocessor count");
       check_cuda(cudaMalloc(&trace_, trace_events() * sizeof(TileEvent)), "memory of the timeline");
       check_cuda(cudaMemset(trace_, 0xff, trace_events() * sizeof(TileEvent)), "memory of the timeline");
     }
@@ -323,11 +323,11 @@ class CudaLayer final : public DeviceLayer {
       job.score_sums = at<float>(workspace, scratch.score_sums);
     }
     routing::device_route(job, stream);
-    if (!ranks_) return run_pass(data, stream);
+    if (!ranks_) return run_pass(data, stream, true);
     const executors::cuda::ExchangeJob exchange = ranks_->exchange(data, keep);
     executors::cuda::run_exchange(exchange, stream);
     if (routing::wants_global_aux_loss(job)) routing::device_global_aux_loss(job, stream);
-    run_pass(data, stream);
+    run_pass(data, stream, false);
     executors::cuda::end_exchange(exchange, stream);
   }
 
@@ -368,10 +368,10 @@ class CudaLayer final : public DeviceLayer {
         ranks_->complete(data, saved, kept);
         const executors::cuda::ExchangeJob exchange = ranks_->exchange(data, true);
         executors::cuda::run_exchange(exchange, stream);
-        run_pass(data, stream);
+        run_pass(data, stream, false);
         executors::cuda::end_exchange(exchange, stream);
       } else {
-        run_pass(data, stream);
+        run_pass(data, stream, false);
       }
     } else {
       zero_gradients(gradients, stream);
@@ -407,12 +407,22 @@ class CudaLayer final : public DeviceLayer {
  private:
   static constexpr std::uint64_t control_bytes = 256;  // at the start of the scratch memory
 
+  schedule::TileShape tile_shape(int columns) const {
+    return executors::cuda::sm90_tile_shape(columns, config_.activation.gated() ? 2 : 1, config_.top_k);
+  }
+  // Where even tiles of 128 columns are too few for all pairs of SMs, they are more than those of 192.
+  schedule::TileShape tile_of(std::int64_t tokens) const {
+    const schedule::TileShape narrow = tile_shape(128);
+    const std::int64_t tiles = tokens * config_.top_k * schedule::ceil_div(config_.intermediate_size, narrow.gate_up);
+    return plan_.options.tile_columns == 0 && !ranks_ && tiles <= multiprocessors_ / 2 ? narrow : tile_;
+  }
+
   // Remembers the last one, since calls of one size follow each other.
   std::shared_ptr<const Placement> placement(std::int64_t tokens) const {
     const std::lock_guard lock(placement_mutex_);
     if (placement_ && placement_->geometry.tokens == tokens) return placement_;
     auto made = std::make_shared<Placement>();
-    const Geometry& geometry = made->geometry = plan_.geometry(tokens, tile_);
+    const Geometry& geometry = made->geometry = plan_.geometry(tokens, tile_of(tokens));
     made->kept = SavedBuffer::of(geometry, true);
     made->bare = SavedBuffer::of(geometry, false);
     made->extras = Extras::behind(made->kept.size, geometry);
@@ -439,15 +449,17 @@ class CudaLayer final : public DeviceLayer {
   }
 
   static constexpr std::int32_t trace_room = 4096;  // events of a warpgroup
-  std::size_t trace_events() const { return std::size_t(trace_blocks_) * 2 * trace_room; }
+  std::size_t trace_events() const { return std::size_t(multiprocessors_) * 2 * trace_room; }
 
-  void run_pass(PassData& data, void* stream) const {
+  // behind_router: the launch before was the router's.
+  void run_pass(PassData& data, void* stream, bool behind_router) const {
     if (trace_) {
       data.trace = trace_, data.trace_room = trace_room;
       check_cuda(cudaMemsetAsync(trace_, 0xff, trace_events() * sizeof(TileEvent), static_cast<cudaStream_t>(stream)),
                  "memory of the timeline");
     }
-    executors::cuda::sm90_run_pass(data, ranks_ ? ranks_->blocks(plan_.options.workers) : plan_.options.workers, stream);
+    executors::cuda::sm90_run_pass(data, ranks_ ? ranks_->blocks(plan_.options.workers) : plan_.options.workers, stream,
+                                  behind_router && !trace_);
   }
 
   void place_zero_dy(PassData& data, bfloat16* zeros, void* stream) const {
@@ -619,8 +631,8 @@ class CudaLayer final : public DeviceLayer {
   schedule::TileShape tile_;
   std::unique_ptr<CudaRanks> ranks_;  // null: one rank
   PassError* error_ = nullptr;        // written by the GPU; of one rank
-  TileEvent* trace_ = nullptr;  // [trace_blocks_, 2, trace_room], with PlanOptions::timeline
-  int trace_blocks_ = 0;
+  TileEvent* trace_ = nullptr;  // [multiprocessors_, 2, trace_room], with PlanOptions::timeline
+  int multiprocessors_ = 0;
   mutable std::mutex placement_mutex_;
   mutable std::shared_ptr<const Placement> placement_;
 };

@@ -21,6 +21,9 @@ constexpr unsigned all_lanes = ~0u;
 template <int PerLane>
 constexpr int row_warps_of = PerLane <= 4 ? 16 : (PerLane <= 8 ? 8 : 4);
 constexpr std::int32_t no_key = OrderKey<float>::excluded;
+// Few tokens are routed by a single launch: a cluster of so many blocks at most, a unit each.
+constexpr std::int64_t at_once_units = 8;
+constexpr std::int32_t at_once_experts = 256;  // more have too few threads a block
 
 // Where things lie in the scratch memory of forward.
 struct Scratch {
@@ -40,7 +43,7 @@ struct Scratch {
       if (memory) pointer = reinterpret_cast<T*>(static_cast<std::byte*>(memory) + s.bytes);
       s.bytes += (std::size_t(count) * sizeof(T) + 255) / 256 * 256;
     };
-    const std::int64_t units = tokens / 32 + 1;
+    const std::int64_t units = std::max(tokens / 32 + 1, at_once_units);
     part(s.unit_counts, units * num_experts);
     part(s.unit_begin, units * num_experts);
     part(s.unit_sums, units * num_experts);
@@ -279,27 +282,51 @@ __host__ __device__ bool wants_sums(const DeviceRouteJob& job) {
 __host__ __device__ bool wants_z(const DeviceRouteJob& job) {
   return job.logits.data && job.z_loss && job.config.z_loss_coefficient != 0.0;
 }
-__host__ __device__ Units units_of(const RouterConfig& config, std::int64_t tokens, std::int64_t num_sequences) {
+Units units_of(const RouterConfig& config, std::int64_t tokens, std::int64_t num_sequences) {
   return Units::of(tokens, config.aux_loss == AuxLossKind::sequence ? num_sequences : 1);
 }
+// The same where a single launch routes them. Without losses nothing is summed over the tokens of a unit, so that these may
+// be as few as keep all warps of its block at work.
+Units units_at_once(const DeviceRouteJob& job) {
+  if (wants_sums(job) || wants_z(job)) return units_of(job.config, job.tokens, job.num_sequences);
+  constexpr std::int64_t least = 16;
+  return Units::of(job.tokens, 1, (job.tokens + at_once_units * least - 1) / (at_once_units * least) * least);
+}
 
-// A block a unit: ids and weights of its tokens, and what it adds to counts and losses.
+// Kernels of one stream side by side: the next one may start when all blocks of this one have, and waits for all that this
+// one does before it reads or writes anything of it.
+__device__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ void await_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Shared memory of a block that goes through a unit's rows.
 template <int PerLane>
-__global__ void __launch_bounds__(32 * row_warps_of<PerLane>) choose_experts(const __grid_constant__ DeviceRouteJob job, const Scratch scratch) {
+struct ChoiceMemory {
+  WarpMemory<PerLane> warp[row_warps_of<PerLane>];
+  std::int32_t counts[32 * PerLane], total_counts[32 * PerLane];
+  double reduction[32];
+};
+
+// A block a unit: ids and weights of its tokens, and what it adds to counts and losses. Blocks beyond the units help to
+// set to zero what has to be.
+template <int PerLane>
+__device__ void choose_for_unit(const DeviceRouteJob& job, const Scratch& scratch, const Units& units, ChoiceMemory<PerLane>& shared) {
   constexpr int row_warps = row_warps_of<PerLane>, row_threads = 32 * row_warps;
-  __shared__ WarpMemory<PerLane> memory[row_warps];
-  __shared__ std::int32_t counts[32 * PerLane], total_counts[32 * PerLane];
-  __shared__ double reduction[32];
+  auto& memory = shared.warp;
+  auto &counts = shared.counts, &total_counts = shared.total_counts;
+  auto& reduction = shared.reduction;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, k = job.top_k;
   const std::int32_t num_experts = job.num_experts;
-  for (const ZeroRange& range : job.zero) {
-    for (std::int64_t i = blockIdx.x * std::int64_t(row_threads) + thread; i < range.count; i += std::int64_t(gridDim.x) * row_threads) {
-      range.begin[i] = 0;
+  auto clear = [&] {
+#pragma unroll 1
+    for (const ZeroRange& range : job.zero) {
+#pragma unroll 1
+      for (std::int64_t i = blockIdx.x * std::int64_t(row_threads) + thread; i < range.count; i += std::int64_t(gridDim.x) * row_threads) {
+        range.begin[i] = 0;
+      }
     }
-  }
-  const Units units = units_of(job.config, job.tokens, job.num_sequences);
+  };
   const std::int64_t u = blockIdx.x;
-  if (u >= units.count) return;
+  if (u >= units.count) return clear();
   const std::int64_t begin = units.begin(u), end = units.end(u), present = clamped(valid_tokens(job), begin, end);
   if (job.gates) {
     for (std::int64_t n = begin * job.shared_experts + thread; n < end * job.shared_experts; n += row_threads) {
@@ -307,7 +334,7 @@ __global__ void __launch_bounds__(32 * row_warps_of<PerLane>) choose_experts(con
     }
   }
   const bool want_sums = wants_sums(job), want_z = wants_z(job);
-  const bool whole = job.config.aux_loss == AuxLossKind::sequence && units.units_per_sequence == 1;
+  const bool whole = want_sums && job.config.aux_loss == AuxLossKind::sequence && units.units_per_sequence == 1;
   for (int e = thread; e < 32 * PerLane; e += row_threads) counts[e] = total_counts[e] = 0;
   __syncthreads();
   Row<PerLane> sums;
@@ -326,7 +353,7 @@ __global__ void __launch_bounds__(32 * row_warps_of<PerLane>) choose_experts(con
   };
   float z = 0.0f;
   double aux = 0.0;
-  const std::int64_t step = whole ? units.length : unit_tokens;
+  const std::int64_t step = whole ? units.length : units.size;
   for (std::int64_t from = begin; from < present; from += step) {
     const std::int64_t to = from + step < present ? from + step : present;
     for (std::int64_t t = from + warp; t < to; t += row_warps) {
@@ -355,14 +382,12 @@ __global__ void __launch_bounds__(32 * row_warps_of<PerLane>) choose_experts(con
     }
     if (whole) {
       __syncthreads();
-      if (want_sums) {
-        join_sums();
-        double dot = 0.0;
-        for (int e = thread; e < num_experts; e += row_threads) dot += double(counts[e]) * double(memory[0].row[e]);
-        aux += aux_from_dot(job.config.aux_loss_coefficient, num_experts, block_sum(dot, reduction), k, to - from);
+      join_sums();
+      double dot = 0.0;
+      for (int e = thread; e < num_experts; e += row_threads) dot += double(counts[e]) * double(memory[0].row[e]);
+      aux += aux_from_dot(job.config.aux_loss_coefficient, num_experts, block_sum(dot, reduction), k, to - from);
 #pragma unroll
-        for (int i = 0; i < PerLane; ++i) sums.v[i] = 0.0f;
-      }
+      for (int i = 0; i < PerLane; ++i) sums.v[i] = 0.0f;
       __syncthreads();
       for (int e = thread; e < num_experts; e += row_threads) {
         total_counts[e] += counts[e];
@@ -371,6 +396,7 @@ __global__ void __launch_bounds__(32 * row_warps_of<PerLane>) choose_experts(con
       __syncthreads();
     }
   }
+  clear();  // here, where warps without a token do it while others are at theirs
   for (std::int64_t route = present * k + thread; route < end * k; route += row_threads) {
     job.topk_ids[route] = -1;
     job.topk_weights[route] = 0.0f;
@@ -390,6 +416,14 @@ __global__ void __launch_bounds__(32 * row_warps_of<PerLane>) choose_experts(con
     scratch.unit_z[u] = float(z_total);
     scratch.unit_aux[u] = aux;
   }
+}
+
+template <int PerLane>
+__global__ void __launch_bounds__(32 * row_warps_of<PerLane>) choose_experts(const __grid_constant__ DeviceRouteJob job, const Scratch scratch,
+                                                                             const __grid_constant__ Units units) {
+  __shared__ ChoiceMemory<PerLane> memory;
+  let_next_start();
+  choose_for_unit(job, scratch, units, memory);
 }
 
 // Where a rank's routes go, sorted by expert: with one rank they are the routed rows themselves, otherwise the other ranks
@@ -417,83 +451,80 @@ struct RouteLists {
   }
 };
 
-// Several ranks: what lay_out() adds to this rank's table.
-__device__ void fill_table(const DeviceRouteJob& job, const std::int64_t* kept, std::int64_t valid) {
-  const RankTable table = RouteLists::table_of(job);
-  for (int e = threadIdx.x; e < job.num_experts; e += blockDim.x) table.counts[e] = job.counts[e];
-  if (threadIdx.x != 0) return;
-  table.header[RankTable::tokens] = job.tokens;
-  table.header[RankTable::valid_tokens] = *job.layout.valid_tokens = job.counts[job.num_experts] = valid;
-  std::int64_t begin = 0;
-  for (std::int32_t e = 0; e < job.num_experts; ++e) {
-    table.offsets[e] = begin;
-    begin += kept[e];
-  }
-  table.offsets[job.num_experts] = begin;
-}
+// Shared memory of a block that works out the layout.
+template <int Threads>
+struct LayoutMemory {
+  std::int32_t counts[Threads];
+  double sums[Threads];
+  double reduction[32];
+  struct Before {  // of experts in front of another: what is kept of their routes, in rows and row blocks, and all of them
+    std::int32_t rows, blocks, routes;
+    __device__ Before operator+(Before b) const { return {rows + b.rows, blocks + b.blocks, routes + b.routes}; }
+    __device__ Before operator-(Before b) const { return {rows - b.rows, blocks - b.blocks, routes - b.routes}; }
+  } of_warp[32];
+};
 
-// One block: counts, losses, the layout, and where each unit's routes of an expert go.
-constexpr int layout_threads = 1024;
-__global__ void __launch_bounds__(layout_threads) lay_out(const __grid_constant__ DeviceRouteJob job, const Scratch scratch,
-                                                          const std::int64_t capacity) {
-  __shared__ std::int64_t kept[max_experts];
-  __shared__ union {
-    struct {
-      std::int32_t counts[layout_threads];
-      double sums[layout_threads];
-    } part;
-    struct {
-      std::int64_t header[schedule::Layout::header_length(1, max_experts)];
-      std::int32_t expert_rank[max_experts];
-    } layout;
-  } memory;
-  __shared__ double reduction[32];
-  const int thread = threadIdx.x;
+// By one block: counts, losses, the layout (of several ranks this rank's table instead), where each expert's routes begin
+// and, behind those of the units before it, each unit's. `writes`: false in blocks that do it for themselves alone.
+// unit_begin(u, e, routes of e in units before u, where the routes of e begin)
+template <int Threads, class UnitBegin>
+__device__ void lay_out_units(const DeviceRouteJob& job, const Scratch& scratch, const Units& units, std::int64_t capacity, bool writes,
+                              LayoutMemory<Threads>& memory, UnitBegin&& unit_begin) {
+  const int thread = threadIdx.x, lane = thread % 32;
   const std::int32_t num_experts = job.num_experts;
   const std::int64_t valid = valid_tokens(job);
-  const Units units = units_of(job.config, job.tokens, job.num_sequences);
   const bool sequence = job.config.aux_loss == AuxLossKind::sequence;
   const bool want_sums = wants_sums(job), of_batch = want_sums && !sequence;
 
-  // Threads of one expert share its units, each a range of them.
-  int width = 1;
-  while (width < num_experts) width *= 2;
-  const int parts = layout_threads / width, e = thread % width, part = thread / width;
-  const std::int64_t length = (units.count + parts - 1) / parts, first = part * length;
-  const std::int64_t last = first + length < units.count ? first + length : units.count;
-  const std::int32_t* __restrict__ unit_counts = scratch.unit_counts;
-  const float* __restrict__ unit_sums = scratch.unit_sums;
+  // Threads of one expert share its units, each a range of them. As many as a single launch has stay together: so the
+  // order of their sums is the same with fewer threads.
+  const int width = num_experts > 1 ? 1 << (32 - __clz(num_experts - 1)) : 1, log_width = __ffs(width) - 1;
+  const int parts = Threads >> log_width, e = thread & (width - 1), part = thread >> log_width;
+  const auto share = (static_cast<std::uint32_t>(units.count) + parts - 1) / static_cast<std::uint32_t>(parts);
+  const std::int64_t length = share > at_once_units ? share : at_once_units;
+  const std::int64_t first = part * length, last = first + length < units.count ? first + length : units.count;
+  const std::int32_t* unit_counts = scratch.unit_counts;  // read past the first-level cache: others may have written them
+  const float* unit_sums = scratch.unit_sums;             // in this launch
   std::int32_t count = 0;
   double sum = 0.0;
+  // f(u, routes of e in unit u): some at a time, so that the reads do not wait for each other.
+  auto for_each_unit = [&](auto&& f) {
+    constexpr int together = 8;
+#pragma unroll 1
+    for (std::int64_t u = first; u < last; u += together) {
+      std::int32_t counts[together];
+#pragma unroll
+      for (int i = 0; i < together; ++i) counts[i] = u + i < last ? __ldcg(unit_counts + (u + i) * num_experts + e) : 0;
+#pragma unroll
+      for (int i = 0; i < together; ++i) {
+        if (u + i < last) f(u + i, counts[i]);
+      }
+    }
+  };
   if (e < num_experts) {
-#pragma unroll 8
-    for (std::int64_t u = first; u < last; ++u) count += unit_counts[u * num_experts + e];
+    for_each_unit([&](std::int64_t, std::int32_t c) { count += c; });
     if (of_batch) {
 #pragma unroll 8
-      for (std::int64_t u = first; u < last; ++u) sum += double(unit_sums[u * num_experts + e]);
+      for (std::int64_t u = first; u < last; ++u) sum += double(__ldcg(unit_sums + u * num_experts + e));
     }
   }
-  memory.part.counts[thread] = count;
-  memory.part.sums[thread] = sum;
+  memory.counts[thread] = count;
+  memory.sums[thread] = sum;
   __syncthreads();
+  std::int64_t all = 0, kept = 0;  // routes of expert e
   double dot = 0.0;
   if (e < num_experts) {
-    std::int32_t before = 0;
-    for (int p = 0; p < part; ++p) before += memory.part.counts[p * width + e];
-#pragma unroll 8
-    for (std::int64_t u = first; u < last; ++u) {
-      scratch.unit_begin[u * num_experts + e] = before;
-      before += unit_counts[u * num_experts + e];
-    }
+    for (int p = 0; p < parts; ++p) all += memory.counts[p * width + e];
+    kept = capacity > 0 && all > capacity ? capacity : all;
     if (part == 0) {
-      std::int64_t all = 0;
       double scores = 0.0;
-      for (int p = 0; p < parts; ++p) all += memory.part.counts[p * width + e], scores += memory.part.sums[p * width + e];
-      job.counts[e] = all;
-      kept[e] = capacity > 0 && all > capacity ? capacity : all;
-      if (job.out_counts) job.out_counts[e] = kept[e];
+      for (int p = 0; p < parts; ++p) scores += memory.sums[p * width + e];
       dot = double(all) * double(float(scores));
-      if (job.score_sums) job.score_sums[e] = float(scores);
+      if (writes) {
+        job.counts[e] = all;
+        if (job.out_counts) job.out_counts[e] = kept;
+        if (job.score_sums) job.score_sums[e] = float(scores);
+      }
       if (want_sums && sequence && units.units_per_sequence > 1) {
         // The loss is linear in each expert's share, so each thread adds up its own over the sequences.
         dot = 0.0;
@@ -501,96 +532,180 @@ __global__ void __launch_bounds__(layout_threads) lay_out(const __grid_constant_
           std::int64_t c = 0;
           double s = 0.0;
           for (std::int64_t u = q * units.units_per_sequence; u < (q + 1) * units.units_per_sequence; ++u) {
-            c += unit_counts[u * num_experts + e];
+            c += __ldcg(unit_counts + u * num_experts + e);
             // A unit without tokens has left its sums at zero.
-            s += double(unit_sums[u * num_experts + e]);
+            s += double(__ldcg(unit_sums + u * num_experts + e));
           }
           dot += aux_from_dot(job.config.aux_loss_coefficient, num_experts, double(c) * s, job.top_k, valid_tokens_of(q, units.length, valid));
         }
       }
     }
   }
-  if (job.aux_loss) {
+  if (writes && job.aux_loss) {
     double aux = 0.0;
     if (of_batch) {
-      aux = aux_from_dot(job.config.aux_loss_coefficient, num_experts, block_sum(dot, reduction), job.top_k, valid);
+      aux = aux_from_dot(job.config.aux_loss_coefficient, num_experts, block_sum(dot, memory.reduction), job.top_k, valid);
     } else if (want_sums && units.units_per_sequence > 1) {
-      aux = block_sum(dot, reduction);
+      aux = block_sum(dot, memory.reduction);
     } else if (want_sums) {
       double mine = 0.0;
-      for (std::int64_t u = thread; u < units.count; u += layout_threads) mine += scratch.unit_aux[u];
-      aux = block_sum(mine, reduction);
+      for (std::int64_t u = thread; u < units.count; u += Threads) mine += __ldcg(scratch.unit_aux + u);
+      aux = block_sum(mine, memory.reduction);
     }
     if (thread == 0) *job.aux_loss = float(aux);
   }
-  if (job.z_loss) {
+  if (writes && job.z_loss) {
     double mine = 0.0;
     if (wants_z(job)) {
-      for (std::int64_t u = thread; u < units.count; u += layout_threads) mine += double(scratch.unit_z[u]);
+      for (std::int64_t u = thread; u < units.count; u += Threads) mine += double(__ldcg(scratch.unit_z + u));
     }
-    const double total = block_sum(mine, reduction);
+    const double total = block_sum(mine, memory.reduction);
     if (thread == 0) *job.z_loss = valid > 0 ? float(job.config.z_loss_coefficient * (total / double(valid))) : 0.0f;
   }
-  __syncthreads();
-  memory.layout.expert_rank[thread] = 0;
-  const schedule::Layout layout = schedule::Layout::at(memory.layout.header, nullptr, 1, num_experts);
-  __syncthreads();
-  const bool several = job.tables.ranks > 1;
-  if (several) {
-    fill_table(job, kept, valid);
-  } else if (thread == 0) {
-    *layout.valid_tokens = valid;
-    layout.tokens_of_rank[0] = job.tokens;
-    auto fill = [&](const schedule::Sizes& sizes) {
-      schedule::fill_layout(sizes, layout, num_experts, memory.layout.expert_rank, [&](std::int32_t, std::int32_t i) { return kept[i]; });
-    };
-    // One thread does it, so it counts that constants make the divisions and the loops over ranks go away.
-    schedule::Sizes sizes = job.sizes;
-    sizes.ranks = 1, sizes.rank = 0;
-    if (sizes.tile.row_block == 128) {
-      sizes.tile.row_block = 128;
-      fill(sizes);
-    } else {
-      fill(sizes);
-    }
-    job.counts[num_experts] = valid;
+
+  // What the experts before e take up: those of its warp, then the warps before. Each part does it for itself, so that
+  // nobody has to be told.
+  using Before = typename LayoutMemory<Threads>::Before;
+  const schedule::Extent extent = schedule::Extent::of(job.sizes, kept);
+  const Before own{static_cast<std::int32_t>(extent.rows), static_cast<std::int32_t>(extent.blocks), static_cast<std::int32_t>(all)};
+  Before until = own;  // the warp's experts up to e
+#pragma unroll 1
+  for (int distance = 1; distance < 32 && distance < width; distance *= 2) {
+    const Before other{__shfl_up_sync(all_lanes, until.rows, distance), __shfl_up_sync(all_lanes, until.blocks, distance),
+                       __shfl_up_sync(all_lanes, until.routes, distance)};
+    if (e % 32 >= distance) until = until + other;
   }
-  if (thread == 32 && capacity > 0) {
-    std::int64_t begin = 0;
-    for (int i = 0; i < num_experts; ++i) {
-      scratch.list_begin[i] = begin;
-      begin += job.counts[i];
-    }
-  }
+  if (lane == 31) memory.of_warp[thread / 32] = until;
   __syncthreads();
-  if (several) return;
-  const std::int64_t header_length = schedule::Layout::header_length(1, num_experts);
-  for (std::int64_t i = thread; i < header_length; i += layout_threads) job.layout.valid_tokens[i] = memory.layout.header[i];
+  Before before = until - own;
+  if (width > 32) {
+    for (int w = part * (width / 32); w < thread / 32; ++w) before = before + memory.of_warp[w];
+  }
+  if (e >= num_experts) return;
+  // Where capacity drops some, they are listed all before that.
+  const std::int64_t begin = capacity > 0 ? before.routes : before.rows;
+  std::int32_t in_units_before = 0;
+  for (int p = 0; p < part; ++p) in_units_before += memory.counts[p * width + e];
+  for_each_unit([&](std::int64_t u, std::int32_t c) {
+    unit_begin(u, e, in_units_before, begin);
+    in_units_before += c;
+  });
+  if (!writes || part > 0) return;
+  if (capacity > 0) scratch.list_begin[e] = before.routes;
+  const bool last_expert = e == num_experts - 1;
+  if (job.tables.ranks > 1) {
+    const RankTable table = RouteLists::table_of(job);
+    table.counts[e] = all;
+    table.offsets[e] = before.rows;
+    if (last_expert) {
+      table.offsets[num_experts] = before.rows + kept;
+      table.header[RankTable::tokens] = job.tokens;
+      table.header[RankTable::valid_tokens] = valid;
+    }
+  } else {
+    schedule::fill_layout_of_expert(job.sizes, job.layout, num_experts, e, {before.rows, before.blocks}, kept);
+    if (last_expert) job.layout.tokens_of_rank[0] = job.tokens;
+  }
+  if (last_expert) *job.layout.valid_tokens = job.counts[num_experts] = valid;
 }
 
-// A warp a unit: its routes, in order, behind those of the units before it.
-__global__ void __launch_bounds__(32) place_routes(const __grid_constant__ DeviceRouteJob job, const Scratch scratch, const bool capacity) {
-  __shared__ std::int32_t placed[max_experts];
-  const int lane = threadIdx.x;
-  const Units units = units_of(job.config, job.tokens, job.num_sequences);
-  const std::int64_t u = blockIdx.x, first = units.begin(u) * job.top_k, last = units.end(u) * job.top_k;
-  for (int e = lane; e < job.num_experts; e += 32) placed[e] = scratch.unit_begin[u * job.num_experts + e];
-  __syncwarp();
+// One block.
+constexpr int layout_threads = 1024;
+__global__ void __launch_bounds__(layout_threads) lay_out(const __grid_constant__ DeviceRouteJob job, const Scratch scratch,
+                                                          const __grid_constant__ Units units, const std::int64_t capacity) {
+  __shared__ LayoutMemory<layout_threads> memory;
+  let_next_start();
+  await_previous();
+  const std::int32_t num_experts = job.num_experts;
+  lay_out_units(job, scratch, units, capacity, true, memory,
+                [&](std::int64_t u, std::int32_t e, std::int32_t before, std::int64_t) { scratch.unit_begin[u * num_experts + e] = before; });
+}
+
+// By a block of Warps warps: a unit's routes, in order. begin[e]: where the next one of expert e goes, in shared memory.
+template <int Warps>
+__device__ void place_unit(const DeviceRouteJob& job, const Scratch& scratch, const Units& units, std::int64_t u, bool capacity,
+                           std::int32_t* begin, std::int32_t* places) {
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const std::int32_t num_experts = job.num_experts;
+  const std::int64_t last = units.end(u) * job.top_k;
   const RouteLists lists(job);
-  for (std::int64_t from = first; from < last; from += 32) {
-    const std::int64_t route = from + lane;
+  std::int32_t* mine = places + warp * num_experts;  // routes of each expert among the warp's 32, then where these go
+#pragma unroll 1
+  for (std::int64_t first = units.begin(u) * job.top_k; first < last; first += 32 * Warps) {
+    const std::int64_t route = first + thread;
     const std::int32_t id = route < last ? job.topk_ids[route] : -1;
+#pragma unroll 1
+    for (int e = lane; e < num_experts; e += 32) mine[e] = 0;
+    __syncwarp();
     const unsigned same = __match_any_sync(all_lanes, id);
     const int before = __popc(same & ((1u << lane) - 1));
-    if (id >= 0 && capacity) {
-      scratch.list[scratch.list_begin[id] + placed[id] + before] = std::int32_t(route);
-    } else if (id >= 0) {
-      lists.put(job, lists.begin[id * lists.stride] + placed[id] + before, std::int32_t(route));
+    if (id >= 0 && before == 0) mine[id] = __popc(same);
+    __syncthreads();
+#pragma unroll 1
+    for (int e = thread; e < num_experts; e += 32 * Warps) {
+      std::int32_t counts[Warps], place = begin[e];
+#pragma unroll
+      for (int w = 0; w < Warps; ++w) counts[w] = places[w * num_experts + e];
+#pragma unroll
+      for (int w = 0; w < Warps; ++w) {
+        places[w * num_experts + e] = place;
+        place += counts[w];
+      }
+      begin[e] = place;
+    }
+    __syncthreads();
+    if (id >= 0) {
+      const std::int32_t place = mine[id] + before;
+      if (capacity) {
+        scratch.list[place] = std::int32_t(route);
+      } else {
+        lists.put(job, place, std::int32_t(route));
+      }
     }
     __syncwarp();
-    if (id >= 0 && before == 0) placed[id] += __popc(same);
-    __syncwarp();
   }
+}
+
+// A block a unit.
+constexpr int place_warps = 8;
+__global__ void __launch_bounds__(32 * place_warps) place_routes(const __grid_constant__ DeviceRouteJob job, const Scratch scratch,
+                                                                const __grid_constant__ Units units, const bool capacity) {
+  __shared__ std::int32_t places[place_warps * max_experts], begin[max_experts];
+  let_next_start();
+  await_previous();
+  const std::int64_t u = blockIdx.x;
+  const RouteLists lists(job);
+  for (int e = threadIdx.x; e < job.num_experts; e += 32 * place_warps) {
+    begin[e] = scratch.unit_begin[u * job.num_experts + e] +
+               static_cast<std::int32_t>(capacity ? scratch.list_begin[e] : lists.begin[e * lists.stride]);
+  }
+  __syncthreads();
+  place_unit<place_warps>(job, scratch, units, u, capacity, begin, places);
+}
+
+// All of it for few tokens: a cluster of blocks, a unit each. All of them work out the layout, the first writes it.
+template <int PerLane>
+__global__ void __launch_bounds__(32 * row_warps_of<PerLane>) route_at_once(const __grid_constant__ DeviceRouteJob job, const Scratch scratch,
+                                                                            const __grid_constant__ Units units, const std::int64_t capacity) {
+  constexpr int warps = row_warps_of<PerLane>, threads = 32 * warps;
+  __shared__ union {
+    ChoiceMemory<PerLane> choice;
+    struct {
+      LayoutMemory<threads> layout;
+      std::int32_t begin[threads], places[warps * 32 * PerLane];
+    } order;
+  } memory;
+  static_assert(threads >= 32 * PerLane);
+  let_next_start();
+  const std::int64_t mine = blockIdx.x;
+  choose_for_unit<PerLane>(job, scratch, units, memory.choice);
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+  lay_out_units(job, scratch, units, capacity, mine == 0, memory.order.layout,
+                [&](std::int64_t u, std::int32_t e, std::int32_t before, std::int64_t begin) {
+                  if (u == mine) memory.order.begin[e] = static_cast<std::int32_t>(begin + before);
+                });
+  __syncthreads();
+  if (mine < units.count) place_unit<warps>(job, scratch, units, mine, capacity > 0, memory.order.begin, memory.order.places);
 }
 
 // A block an expert: keeps `capacity` of its routes, in order, and drops the others.
@@ -598,6 +713,8 @@ constexpr int capacity_threads = 256;
 __global__ void __launch_bounds__(capacity_threads) drop_routes(const __grid_constant__ DeviceRouteJob job, const Scratch scratch,
                                                                 const std::int64_t capacity) {
   __shared__ std::int32_t warp_counts[2][capacity_threads / 32];
+  let_next_start();
+  await_previous();
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const std::int32_t e = blockIdx.x;
   const std::int32_t* routes = scratch.list + scratch.list_begin[e];
@@ -772,14 +889,14 @@ __device__ void gradient_row(const DeviceRouteGradientJob& job, std::int64_t t, 
 }
 
 template <int PerLane>
-__global__ void __launch_bounds__(32 * row_warps_of<PerLane>) route_gradient(const __grid_constant__ DeviceRouteGradientJob job) {
+__global__ void __launch_bounds__(32 * row_warps_of<PerLane>) route_gradient(const __grid_constant__ DeviceRouteGradientJob job,
+                                                                             const __grid_constant__ Units units) {
   constexpr int row_warps = row_warps_of<PerLane>, row_threads = 32 * row_warps;
   __shared__ float rows[row_warps][32 * PerLane], slopes[32 * PerLane];
   __shared__ std::int32_t counts[32 * PerLane];
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, k = job.top_k;
   const RouterConfig& config = job.config;
   const std::int32_t num_experts = job.num_experts;
-  const Units units = units_of(config, job.tokens, job.num_sequences);
   const std::int64_t u = blockIdx.x, begin = units.begin(u), end = units.end(u), valid = *job.valid_tokens;
   const std::int64_t present = clamped(valid, begin, end);
   if (job.d_gate_logits) {
@@ -855,6 +972,31 @@ __global__ void __launch_bounds__(32 * row_warps_of<PerLane>) route_gradient(con
 
 void check_launch(const char* what) { check_cuda(cudaGetLastError(), what); }
 
+cudaLaunchAttribute cluster_of(unsigned blocks) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {blocks, 1, 1};
+  return attribute;
+}
+// The kernel may start before the one in front of it ends; it waits for that one itself (await_previous).
+cudaLaunchAttribute beside_previous() {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  return attribute;
+}
+template <class... Parameters, class... Arguments>
+void launch(const char* what, void (*kernel)(Parameters...), unsigned blocks, int threads, cudaStream_t stream,
+            cudaLaunchAttribute attribute, const Arguments&... arguments) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), what);
+}
+
 // f.operator()<experts of a lane>()
 template <class F>
 void with_row(std::int32_t num_experts, F&& f) {
@@ -875,7 +1017,10 @@ void prepare_device_router(std::int32_t num_experts) {
     cudaFuncAttributes attributes;
     check_cuda(cudaFuncGetAttributes(&attributes, kernel), "kernels of the router");
   };
-  with_row(num_experts, [&]<int PerLane>() { load(choose_experts<PerLane>), load(route_gradient<PerLane>); });
+  with_row(num_experts, [&]<int PerLane>() {
+    load(choose_experts<PerLane>), load(route_gradient<PerLane>);
+    if constexpr (32 * PerLane <= at_once_experts) load(route_at_once<PerLane>);
+  });
   load(lay_out), load(place_routes), load(drop_routes), load(global_aux_loss);
 }
 
@@ -888,29 +1033,46 @@ void device_global_aux_loss(const DeviceRouteJob& job, void* stream) {
   check_launch("launch of the global aux loss");
 }
 
+bool routes_at_once(const DeviceRouteJob& job) {
+  return !job.stepwise && job.num_experts <= at_once_experts && job.tokens <= at_once_units * unit_tokens &&
+         units_at_once(job).count <= at_once_units;
+}
+
 void device_route(const DeviceRouteJob& job, void* stream) {
   const auto s = static_cast<cudaStream_t>(stream);
   const Scratch scratch = Scratch::over(job.scratch, job.config, job.num_experts, job.top_k, job.tokens);
-  const auto units = static_cast<unsigned>(units_of(job.config, job.tokens, job.num_sequences).count);
   const bool drops = job.config.capacity_factor > 0 && job.tokens > 0;
   const std::int64_t capacity = drops ? expert_capacity(job.config.capacity_factor, job.tokens, job.top_k, job.num_experts) : 0;
-  with_row(job.num_experts, [&]<int PerLane>() { choose_experts<PerLane><<<units > 0 ? units : 1, 32 * row_warps_of<PerLane>, 0, s>>>(job, scratch); });
-  check_launch("launch of the router");
-  lay_out<<<1, layout_threads, 0, s>>>(job, scratch, capacity);
-  check_launch("launch of the layout");
-  if (units == 0) return;
-  place_routes<<<units, 32, 0, s>>>(job, scratch, drops);
-  check_launch("launch of the token order");
+  if (routes_at_once(job)) {
+    const Units units = units_at_once(job);
+    unsigned blocks = 1;
+    while (blocks < units.count) blocks *= 2;
+    with_row(job.num_experts, [&]<int PerLane>() {
+      if constexpr (32 * PerLane <= at_once_experts) {
+        launch("launch of the router", route_at_once<PerLane>, blocks, 32 * row_warps_of<PerLane>, s, cluster_of(blocks), job, scratch, units, capacity);
+      }
+    });
+  } else {
+    const Units units = units_of(job.config, job.tokens, job.num_sequences);
+    const auto blocks = static_cast<unsigned>(units.count);
+    with_row(job.num_experts, [&]<int PerLane>() {
+      choose_experts<PerLane><<<blocks > 0 ? blocks : 1, 32 * row_warps_of<PerLane>, 0, s>>>(job, scratch, units);
+    });
+    check_launch("launch of the router");
+    launch("launch of the layout", lay_out, 1, layout_threads, s, beside_previous(), job, scratch, units, capacity);
+    if (blocks == 0) return;
+    launch("launch of the token order", place_routes, blocks, 32 * place_warps, s, beside_previous(), job, scratch, units, drops);
+  }
   if (!drops) return;
-  drop_routes<<<unsigned(job.num_experts), capacity_threads, 0, s>>>(job, scratch, capacity);
-  check_launch("launch of the capacity");
+  launch("launch of the capacity", drop_routes, unsigned(job.num_experts), capacity_threads, s, beside_previous(), job, scratch, capacity);
 }
 
 void device_route_gradient(const DeviceRouteGradientJob& job, void* stream) {
   const auto s = static_cast<cudaStream_t>(stream);
-  const auto units = static_cast<unsigned>(units_of(job.config, job.tokens, job.num_sequences).count);
-  if (units == 0 || (!job.d_logits && !job.d_topk_weights && !job.d_gate_logits)) return;
-  with_row(job.num_experts, [&]<int PerLane>() { route_gradient<PerLane><<<units, 32 * row_warps_of<PerLane>, 0, s>>>(job); });
+  const Units units = units_of(job.config, job.tokens, job.num_sequences);
+  if (units.count == 0 || (!job.d_logits && !job.d_topk_weights && !job.d_gate_logits)) return;
+  const auto blocks = static_cast<unsigned>(units.count);
+  with_row(job.num_experts, [&]<int PerLane>() { route_gradient<PerLane><<<blocks, 32 * row_warps_of<PerLane>, 0, s>>>(job, units); });
   check_launch("launch of the router's gradient");
 }
 

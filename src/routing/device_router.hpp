@@ -2,8 +2,8 @@
 // accumulators and one rank's tokens. Nothing is read back, allocated, cleared or copied by the host; every sum has a fixed order
 // that depends on T, E and k alone.
 //
-// Forward is three launches (four with capacity), backward one. All pointers but those inside RouterConfig's plain values
-// are device memory.
+// Forward is one launch for few tokens, otherwise three (and one more with capacity), backward one. All pointers but those
+// inside RouterConfig's plain values are device memory.
 //
 // What the host cannot check: a caller's id outside [-1, E) counts as an empty slot, and num_valid_tokens is clamped to
 // [0, T].
@@ -99,6 +99,7 @@ struct DeviceRouteJob {
   float* z_loss = nullptr;                         // [1]
 
   ZeroRange zero[6];                               // set to zero on the way
+  bool stepwise = false;                           // three launches, however few the tokens: the same bits
   void* scratch = nullptr;                         // device_router_scratch_bytes, aligned to 256
 };
 
@@ -137,7 +138,10 @@ void prepare_device_router(std::int32_t num_experts);
 // valid tokens in `counts`. Of `job` it reads config, num_experts, top_k, tables, score_sums.
 bool wants_global_aux_loss(const DeviceRouteJob& job);
 void device_global_aux_loss(const DeviceRouteJob& job, void* stream);
-// stream: a cudaStream_t. Throws Error(device_error).
+// Whether device_route() has a single launch (or two, with capacity) for the job.
+bool routes_at_once(const DeviceRouteJob& job);
+// stream: a cudaStream_t. Throws Error(device_error). A kernel launched behind it may start beside its last one
+// (cudaLaunchAttributeProgrammaticStreamSerialization) and has to wait for that (griddepcontrol.wait).
 void device_route(const DeviceRouteJob& job, void* stream);
 void device_route_gradient(const DeviceRouteGradientJob& job, void* stream);
 

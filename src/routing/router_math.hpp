@@ -112,35 +112,44 @@ MOELITH_HD inline std::int64_t valid_tokens_of(std::int64_t q, std::int64_t leng
 // these are short; so there are at most tokens / 32 + 1 of them.
 struct Units {
   std::int64_t tokens = 0;              // of the call
+  std::int64_t size = unit_tokens;      // tokens of a unit, at most
   std::int64_t length = 0;              // tokens of a sequence
   std::int64_t units_per_sequence = 0;  // 1 where a unit holds whole sequences
   std::int64_t sequences_per_unit = 0;  // 1 where a sequence has several units
   std::int64_t count = 0;               // of units
 
-  MOELITH_HD static Units of(std::int64_t tokens, std::int64_t num_sequences) {
+  // Other sizes than unit_tokens: where nothing is summed over tokens.
+  MOELITH_HD static Units of(std::int64_t tokens, std::int64_t num_sequences, std::int64_t size = unit_tokens) {
     Units units;
     units.tokens = tokens;
+    units.size = size;
     if (tokens <= 0 || num_sequences <= 0) return units;
     units.length = tokens / num_sequences;
-    units.units_per_sequence = (units.length + unit_tokens - 1) / unit_tokens;
-    units.sequences_per_unit = units.length < unit_tokens ? unit_tokens / units.length : 1;
+    units.units_per_sequence = (units.length + size - 1) / size;
+    units.sequences_per_unit = units.length < size ? size / units.length : 1;
     units.count = units.units_per_sequence > 1
                       ? num_sequences * units.units_per_sequence
                       : (num_sequences + units.sequences_per_unit - 1) / units.sequences_per_unit;
     return units;
   }
   MOELITH_HD std::int64_t begin(std::int64_t unit) const {
-    return units_per_sequence > 1 ? unit / units_per_sequence * length + unit % units_per_sequence * unit_tokens
-                                  : unit * sequences_per_unit * length;
+    if (units_per_sequence <= 1) return unit * sequences_per_unit * length;
+    const std::int64_t sequence = sequence_of(unit);
+    return sequence * length + (unit - sequence * units_per_sequence) * size;
   }
   MOELITH_HD std::int64_t end(std::int64_t unit) const {
     if (units_per_sequence > 1) {
-      const std::int64_t sequence_end = (unit / units_per_sequence + 1) * length;
-      const std::int64_t full = begin(unit) + unit_tokens;
+      const std::int64_t sequence_end = (sequence_of(unit) + 1) * length;
+      const std::int64_t full = begin(unit) + size;
       return full < sequence_end ? full : sequence_end;
     }
     const std::int64_t full = begin(unit) + sequences_per_unit * length;
     return full < tokens ? full : tokens;
+  }
+
+ private:
+  MOELITH_HD std::int64_t sequence_of(std::int64_t unit) const {  // in 32 bits, which a GPU divides much faster
+    return static_cast<std::uint32_t>(unit) / static_cast<std::uint32_t>(units_per_sequence);
   }
 };
 

@@ -19,10 +19,19 @@ namespace moelith::schedule {
 
 inline constexpr std::int32_t max_shared_experts = limits::shared_experts;
 
-// a / b for a >= 0, b > 0. A GPU has no instruction for it; 32 bits take a tenth of the time of 64.
+// a / b for a >= 0, b > 0, below 2^31: tiles, rows and columns of a pass are counted in 32 bits. A GPU has no instruction for
+// it; 32 bits take a tenth of the time of 64, and a fraction of the code.
 MOELITH_HD constexpr std::int64_t quotient(std::int64_t a, std::int64_t b) {
 #if defined(__CUDA_ARCH__)
-  if (((a | b) >> 31) == 0) return static_cast<std::uint32_t>(a) / static_cast<std::uint32_t>(b);
+  return static_cast<std::uint32_t>(a) / static_cast<std::uint32_t>(b);
+#else
+  return a / b;
+#endif
+}
+// The same for any a.
+MOELITH_HD constexpr std::int64_t wide_quotient(std::int64_t a, std::int64_t b) {
+#if defined(__CUDA_ARCH__)
+  if (((a | b) >> 31) == 0) return quotient(a, b);
   std::uint64_t rest = 0, result = 0;  // bit by bit: rare, and a tenth of the code
 #pragma unroll 1
   for (int bit = 62; bit >= 0; --bit) {
@@ -159,32 +168,42 @@ MOELITH_HD constexpr std::int64_t blocks_touching(std::int64_t expert_begin, std
   return begin == end ? 0 : quotient(end - 1 - expert_begin, row_block) - quotient(begin - expert_begin, row_block) + 1;
 }
 
+// What the rows of some experts take up.
+struct Extent {
+  std::int64_t rows = 0, blocks = 0;
+  // Of one expert that has `rows` rows.
+  static MOELITH_HD constexpr Extent of(const Sizes& sizes, std::int64_t rows) {
+    return {rows, ceil_div(rows, sizes.tile.row_block)};
+  }
+  MOELITH_HD constexpr Extent operator+(Extent other) const { return {rows + other.rows, blocks + other.blocks}; }
+};
+
 // Fills everything of a Layout but valid_tokens, tokens_of_rank (inputs here) and row_route.
 // counts(rank, expert): routes of that rank's tokens to global expert `expert`; expert_rank[e]: the rank that holds it.
 template <class Counts>
 MOELITH_HD void fill_layout(const Sizes& sizes, const Layout& layout, std::int32_t num_experts,
                             const std::int32_t* expert_rank, Counts counts) {
-  std::int64_t row = 0, block = 0, arrivals = 0;
+  Extent all;
+  std::int64_t arrivals = 0;
   std::int32_t local = 0;
   for (std::int32_t e = 0; e < num_experts; ++e) {
     std::int64_t before = 0, mine_begin = 0, mine_end = 0;  // rows of this expert, wherever it lives
     const bool is_local = expert_rank[e] == sizes.rank;
     for (std::int32_t r = 0; r < sizes.ranks; ++r) {
-      if (is_local) layout.source_begin[std::int64_t(local) * (sizes.ranks + 1) + r] = row + before;
+      if (is_local) layout.source_begin[std::int64_t(local) * (sizes.ranks + 1) + r] = all.rows + before;
       const std::int64_t count = counts(r, e);
       if (r == sizes.rank) mine_begin = before, mine_end = before + count;
       before += count;
     }
     arrivals += blocks_touching(0, mine_begin, mine_end, sizes.tile.row_block);
     if (is_local) {
-      layout.source_begin[std::int64_t(local) * (sizes.ranks + 1) + sizes.ranks] = row + before;
-      layout.block_begin[local] = block;
-      row += before;
-      block += ceil_div(before, sizes.tile.row_block);
+      layout.source_begin[std::int64_t(local) * (sizes.ranks + 1) + sizes.ranks] = all.rows + before;
+      layout.block_begin[local] = all.blocks;
+      all = all + Extent::of(sizes, before);
       ++local;
     }
   }
-  layout.block_begin[local] = block;
+  layout.block_begin[local] = all.blocks;
   *layout.arrivals = arrivals;
   std::int64_t chunk = 0;
   for (std::int32_t r = 0; r < sizes.ranks; ++r) {
@@ -192,6 +211,19 @@ MOELITH_HD void fill_layout(const Sizes& sizes, const Layout& layout, std::int32
     if (r != sizes.rank) chunk += ceil_div(layout.tokens_of_rank[r], sizes.chunk_tokens);
   }
   layout.chunk_begin[sizes.ranks] = chunk;
+}
+
+// The same of a single rank for one expert, so that threads can share the experts: `before` is the Extent of those before
+// it. The last expert's thread fills what is not of one expert as well.
+MOELITH_HD inline void fill_layout_of_expert(const Sizes& sizes, const Layout& layout, std::int32_t num_experts,
+                                             std::int32_t expert, Extent before, std::int64_t rows) {
+  const Extent after = before + Extent::of(sizes, rows);
+  layout.source_begin[2 * std::int64_t(expert)] = before.rows;
+  layout.source_begin[2 * std::int64_t(expert) + 1] = after.rows;
+  layout.block_begin[expert] = before.blocks;
+  if (expert + 1 < num_experts) return;
+  layout.block_begin[num_experts] = *layout.arrivals = after.blocks;
+  layout.chunk_begin[0] = layout.chunk_begin[1] = 0;  // nothing travels
 }
 
 }  // namespace moelith::schedule

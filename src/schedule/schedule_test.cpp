@@ -719,6 +719,31 @@ TEST(Schedule, KeepsItsPromisesOverRandomRoutings) {
   }
 }
 
+// Expert by expert, in any order, as by all experts at once.
+TEST(Schedule, ALayoutOfOneRankByItsExperts) {
+  Random random(17);
+  for (int n = 0; n < 300; ++n) {
+    const auto experts = static_cast<std::int32_t>(1 + below(random, 40));
+    std::vector<std::int64_t> counts;
+    for (std::int32_t e = 0; e < experts; ++e) counts.push_back(random() % 3 ? below(random, 300) : 0);
+    Sizes sizes;
+    sizes.local_experts = experts;
+    sizes.tile.row_block = one_of<std::int32_t>(random, {1, 16, 128});
+    const std::int64_t length = Layout::header_length(1, experts);
+    std::vector<std::int64_t> together(length, -1), apart(length, -1);
+    const std::vector<std::int32_t> expert_rank(experts, 0);
+    const Layout whole = Layout::at(together.data(), nullptr, 1, experts), parts = Layout::at(apart.data(), nullptr, 1, experts);
+    whole.tokens_of_rank[0] = parts.tokens_of_rank[0] = 1000;
+    fill_layout(sizes, whole, experts, expert_rank.data(), [&](std::int32_t, std::int32_t e) { return counts[e]; });
+    for (std::int32_t e = experts - 1; e >= 0; --e) {
+      Extent before;
+      for (std::int32_t f = 0; f < e; ++f) before = before + Extent::of(sizes, counts[f]);
+      fill_layout_of_expert(sizes, parts, experts, e, before, counts[e]);
+    }
+    EXPECT_EQ(together, apart);
+  }
+}
+
 TEST(Schedule, EveryChoiceOfGradients) {
   Random random(99);
   Routing routing;

@@ -257,8 +257,8 @@ MOELITH_HD inline Tile tile_at(const Pass& pass, std::int64_t index) {
   // Combine moves bytes and weight gradients compute: among n tiles, c of them combine, the i-th is one if c i / n
   // passes an integer there.
   const std::int64_t total = combine + weight_gradient_tile_count(sizes);
-  const std::int64_t combines_before = quotient(combine * index, total);
-  if (quotient(combine * (index + 1), total) > combines_before) return combine_tile(sizes, combines_before);
+  const std::int64_t combines_before = wide_quotient(combine * index, total);
+  if (wide_quotient(combine * (index + 1), total) > combines_before) return combine_tile(sizes, combines_before);
   return weight_gradient_tile(sizes, index - combines_before);
 }
 

@@ -162,9 +162,11 @@ std::size_t sm90_tile_table_bytes(schedule::Sizes sizes);
 
 // Launches the persistent kernel of the pass on `stream` (a cudaStream_t), on at most `blocks` SMs (0: all; at
 // least 2, and an even number).
-// pass.sizes.tile must be sm90_tile_shape(columns, gate_up_factor, top_k), of several ranks with 192 columns. Throws
+// pass.sizes.tile must be sm90_tile_shape(columns, gate_up_factor, top_k), of several ranks with 192 columns.
+// beside_previous: the kernel may start before the one in front of it in the stream, which must be one that lets it
+// (griddepcontrol.launch_dependents), has ended; it waits for that itself before it reads any memory. Throws
 // Error(device_error).
-void sm90_run_pass(const PassData& data, int blocks, void* stream);
+void sm90_run_pass(const PassData& data, int blocks, void* stream, bool beside_previous = false);
 // Loads the kernels of several ranks: a kernel's first launch might otherwise wait for others that wait for this rank.
 void sm90_prepare_ranks();
 

@@ -17,11 +17,10 @@
 
 namespace moelith::executors::cuda::sm90 {
 
-// Launches the pass with output tiles of N columns; Ranks: of several ranks. Throws Error(device_error).
+// Launches the pass with output tiles of N columns; Ranks: of several ranks; beside_previous: it may start before the
+// kernel in front of it in the stream has ended. Throws Error(device_error).
 template <schedule::Direction Pass, int N, bool Ranks>
-void launch(const PassData& data, int blocks, cudaStream_t stream);
-
-using schedule::Direction;
+void launch(const PassData& data, int blocks, cudaStream_t stream, bool beside_previous);
 
 template <Direction Pass, int N, bool Ranks>
 __device__ __forceinline__ void compute_tiles(SharedMemory<N>& shared, int group) {
@@ -127,6 +126,43 @@ __device__ __forceinline__ void compute_tiles(SharedMemory<N>& shared, int group
   named_barrier_arrive(barrier_end, end_threads);
 }
 
+// The Layout's arrays into shared memory, where they fit.
+template <int N>
+__device__ __forceinline__ void copy_layout(SharedMemory<N>& shared, const schedule::Pass& pass, int thread) {
+  const schedule::Sizes& sizes = pass.sizes;
+  const std::int64_t words = schedule::Layout::header_length(sizes.ranks, sizes.local_experts);
+  if (words > SharedMemory<N>::layout_words) return;
+  const std::int64_t* from = pass.layout.valid_tokens;
+  for (int i = thread; i < static_cast<int>(words); i += threads) shared.layout_header[i] = from[i];
+  if (thread != 0) return;
+  schedule::Layout& copy = reinterpret_cast<PassData*>(shared.data_copy)->pass.layout;
+  copy = schedule::Layout::at(shared.layout_header, copy.row_route, sizes.ranks, sizes.local_experts);
+}
+
+// While the kernel in front is at work: three tiles of a pass that has one row are described, so that the instructions are
+// there when the pass is known. (To fetch them takes as long as to describe all tiles of a small pass.)
+template <Direction Pass, int N>
+__device__ __forceinline__ void rehearse(SharedMemory<N>& shared, const schedule::Layout& layout, int thread) {
+  auto& pass = reinterpret_cast<PassData*>(shared.data_copy)->pass;
+  const std::int32_t experts = pass.sizes.local_experts;
+  const std::int64_t words = schedule::Layout::header_length(1, experts);
+  if (words > SharedMemory<N>::layout_words) return;
+  const auto rehearsed = schedule::Layout::at(shared.layout_header, nullptr, 1, experts);
+  // All of the rows that there are, one, are the first expert's.
+  for (int i = thread; i < static_cast<int>(words); i += threads) {
+    shared.layout_header[i] = shared.layout_header + i == rehearsed.source_begin || shared.layout_header + i == rehearsed.block_begin ? 0 : 1;
+  }
+  if (thread == 0) pass.layout = rehearsed;
+  __syncthreads();
+  const int warp = thread / 32;
+  if (thread % 32 == 0 && warp < 3) {
+    const std::int64_t last = count_tiles<Pass, false>(pass) - 1;
+    describe<Pass, N, false>(shared.data(), shared.map(), warp == 0 ? 0 : warp == 1 ? last / 2 : last, shared.work[warp]);
+  }
+  __syncthreads();
+  if (thread == 0) pass.layout = layout;
+}
+
 template <Direction Pass, int N, bool Ranks>
 __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ Parameters p) {
   using Shape = BlockShape<N>;
@@ -136,6 +172,7 @@ __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ P
   if constexpr (Ranks) {
     if (*p.data.stopped) return;  // all blocks alike: the exchange has written it
   }
+  // Up to await_previous() nothing is read but what the launch brought.
   if (thread == 0) {
     for (int s = 0; s < Shape::stages; ++s) {
       barrier_init(shared_address(&shared.full[s]), full_arrivals);
@@ -145,10 +182,14 @@ __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ P
       barrier_init(shared_address(&shared.work_full[w]), work_full_arrivals);
       barrier_init(shared_address(&shared.work_empty[w]), work_empty_arrivals);
       barrier_init(shared_address(&shared.mail_full[w]), 1);
+      barrier_init(shared_address(&shared.nearly_loaded[w]), 32);
       barrier_init(shared_address(&shared.mail_empty[w]), mail_empty_arrivals);
     }
     barrier_init(shared_address(&shared.packing_full), 1);
     fence_barrier_init();
+  } else if (thread == 32) {
+    const GroupMaps& maps = p.maps[0];
+    for (const CUtensorMap* map : {&maps.x, &maps.gate_up_proj, &maps.activated, &maps.down_proj, &maps.slots}) prefetch_map(map);
   }
   auto copy = [&]<class T>(std::uint8_t* to, const T& from) {
     static_assert(sizeof(T) % 4 == 0);
@@ -160,24 +201,32 @@ __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ P
   copy(shared.map_copy, p.counter_map);
   if constexpr (Ranks) copy(shared.peers_copy, *p.data.peers);
   cluster_sync();
-  describe_all<N, Ranks>(shared, thread % 32);
-  pack_first_rows<Ranks>(shared.data(), shared.peers(), shared.map(), thread % 32);
+  if constexpr (Pass == Direction::forward && !Ranks) {
+    if (p.beside_previous) rehearse<Pass, N>(shared, p.data.pass.layout, thread);
+  }
+  await_previous();
+  copy_layout<N>(shared, p.data.pass, thread);
   __syncthreads();
-  if (thread < first_consumer) {
+  // Where there is little to do, few warps ask for it, and not the same ones for both.
+  describe_all<Pass, N, Ranks>(shared, thread / 32, thread % 32);
+  pack_first_rows<Ranks>(shared.data(), shared.peers(), shared.map(), threads / 32 - 1 - thread_now() / 32,
+                         thread_now() % 32);
+  __syncthreads();
+  const int warp = thread_now() / 32, lane = thread_now() % 32;
+  if (warp < first_consumer / 32) {
     registers_shrink<Shape::fetch_registers>();
-    const int warp = thread / 32;
     if (warp == 0) {
-      if (cluster_rank() == 0) take_tiles<N, Ranks>(shared, thread);
+      if (cluster_rank() == 0) take_tiles<N, Ranks>(shared, lane);
     } else if (warp == 1) {
-      load_a<N>(p, shared, thread % 32);
+      load_a<N>(p, shared, lane);
     } else if (warp == 2) {
-      load_b<N>(p, shared, thread % 32);
+      load_b<N>(p, shared, lane);
     } else {
-      hand_on_tiles<N, Ranks>(shared, thread % 32);
+      hand_on_tiles<N, Ranks>(shared, lane);
     }
   } else {
     registers_grow<Shape::compute_registers>();
-    compute_tiles<Pass, N, Ranks>(shared, thread / 128 - 1);
+    compute_tiles<Pass, N, Ranks>(shared, warp / 4 - 1);
   }
   cluster_sync();  // the other block may still write here, or signal
 }
@@ -201,11 +250,12 @@ int prepare_device() {
 }
 
 template <Direction Pass, int N, bool Ranks>
-void launch(const PassData& data, int blocks, cudaStream_t stream) {
+void launch(const PassData& data, int blocks, cudaStream_t stream, bool beside_previous) {
   const schedule::Sizes& sizes = data.pass.sizes;
   Parameters p{};
   p.data = data;
   p.counter_map = schedule::CounterMap::of(sizes);
+  p.beside_previous = beside_previous;
   constexpr bool forward = Pass == Direction::forward;
   for (int g = 0; g <= sizes.shared_experts; ++g) {
     const ExpertGroup& group = data.groups[g];
@@ -246,17 +296,19 @@ void launch(const PassData& data, int blocks, cudaStream_t stream) {
   }
   const int multiprocessors = prepare_device<Pass, N, Ranks>();
   if (blocks <= 0 || blocks > multiprocessors) blocks = multiprocessors;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = cluster_blocks;
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = cluster_blocks;
+  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks < cluster_blocks ? cluster_blocks : blocks / cluster_blocks * cluster_blocks);
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes<N>;
   config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = beside_previous ? 2 : 1;
   check_cuda(cudaLaunchKernelEx(&config, run_pass<Pass, N, Ranks>, p), forward ? "launch of forward" : "launch of backward");
 }
 

@@ -50,14 +50,16 @@ __device__ __forceinline__ void finish_packing() {
   __syncwarp();
 }
 
-// The first group's rows, by all warps of the blocks that are there: a block that starts late need not be waited for.
+// The first group's rows, by all warps of the blocks that are there, or as many as have something to do: a block that
+// starts late need not be waited for.
 template <bool Ranks>
 __device__ __forceinline__ void pack_first_rows(const PassData& data, const Peers& peers, const schedule::CounterMap& map,
-                                                int lane) {
+                                                int warp, int lane) {
   const schedule::Pass& pass = data.pass;
   if (pass.sizes.local_experts == 0) return;
   constexpr int units = 16;  // of a block
   const std::int64_t blocks = schedule::min_of(pass.routed_blocks(), pass.sizes.tile.group_blocks);
+  if (warp * std::int64_t(gridDim.x) >= blocks * units) return;
   auto take = [&] {
     const unsigned long long unit = lane == 0 ? atomicAdd(data.counters.control + PassCounters::next_first_rows, 1ull) : 0;
     return static_cast<std::int64_t>(__shfl_sync(~0u, unit, 0));
@@ -90,8 +92,9 @@ __device__ __forceinline__ void pack_first_rows(const PassData& data, const Peer
       if (x) copy(from.x(data, peers), x + row * hidden);
       if (data.packed_dy) copy(from.dy(data, peers), data.packed_dy + row * hidden);
     }
+    if (count == 0) continue;
     finish_packing();
-    if (lane == 0 && count > 0) {
+    if (lane == 0) {
       add_release(data.counters.local + map.gate_up_done + unit / units,
                   static_cast<unsigned long long>(count) << packed_shift);
     }
@@ -142,10 +145,9 @@ class Packer {
   // One part of x is there; the last tells the other ranks.
   __device__ __forceinline__ void count_pulled() {
     const PassData& data = shared_.data();
-    const std::int64_t parts = pulled_parts(data);
     unsigned long long before = 0;
     if (lane_ == 0) before = atomicAdd(data.counters.control + PassCounters::pulled_parts, 1ull);
-    if (__shfl_sync(~0u, before, 0) + 1 == static_cast<unsigned long long>(parts)) {
+    if (__shfl_sync(~0u, before, 0) + 1 == static_cast<unsigned long long>(shared_.pulled_parts)) {
       tell_rows_pulled(data, shared_.peers(), lane_);
     }
   }

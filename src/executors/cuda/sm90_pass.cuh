@@ -48,6 +48,7 @@ struct Parameters {
   PassData data;
   schedule::CounterMap counter_map;
   GroupMaps maps[1 + schedule::max_shared_experts];
+  bool beside_previous;  // this kernel may have started before the one in front of it has ended
 };
 
 // A tile, worked out (sm90_tiles.cuh): what is alike for both blocks of the cluster.
@@ -98,6 +99,9 @@ struct BlockShape {
   static constexpr int fetch_registers = N == 192 ? 56 : 72, compute_registers = N == 192 ? 224 : 216;
   static constexpr int down_dgrad_columns = 128;  // its epilogue needs more registers than the others
   static constexpr int works = 4;
+  // Of few tiles a pair takes the next one when it has only so many stages left to load of its last: those that it takes
+  // far ahead, others could have begun already. More than `many` tiles a pair come out even anyhow.
+  static constexpr int lead_stages = 14, many = 32;
   static constexpr int staging_bytes = 2048;  // of each computing warp: 16 rows of 128 bytes
   static constexpr int pack_bytes = 32768, pack_piece = 4096;  // rows that are packed go through these, in pieces
 };
@@ -113,12 +117,19 @@ struct SharedMemory {
   std::uint64_t work_full[Shape::works], work_empty[Shape::works];
   std::uint64_t mail_full[Shape::works], mail_empty[Shape::works];
   std::uint64_t packing_full;
+  std::uint64_t nearly_loaded[Shape::works];  // of the first block: that the tile's loads are nearly all under way
   std::int64_t mail[Shape::works];  // the tiles that the first block has taken; -1: no more
   // Copies of what the launch brought. Read from there, values would be kept in registers from tile to tile, together
   // with all that follows from them, and the computing warps have none to spare.
   alignas(16) std::uint8_t data_copy[sizeof(PassData)];
   alignas(16) std::uint8_t map_copy[sizeof(schedule::CounterMap)];
   alignas(16) std::uint8_t peers_copy[sizeof(Peers)];  // of several ranks
+  // The arrays of the Layout, where there is room: a tile's description is worked out by a chain of reads of them. The
+  // copy of PassData then points here.
+  static constexpr int layout_words = 1000;
+  std::int64_t layout_header[layout_words];
+  std::int64_t tiles;         // of the pass
+  std::int64_t pulled_parts;  // sm90_pack.cuh; of several ranks
   __device__ const PassData& data() const { return *reinterpret_cast<const PassData*>(data_copy); }
   __device__ const schedule::CounterMap& map() const {
     return *reinterpret_cast<const schedule::CounterMap*>(map_copy);

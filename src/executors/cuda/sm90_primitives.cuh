@@ -178,6 +178,15 @@ __device__ __forceinline__ void bulk_prefetch(const void* source, std::uint32_t 
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void fence_async_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
+// --- launches --------------------------------------------------------------------------------------------------------
+
+// Until the kernel in front is done, where this one was launched to start beside it; otherwise at once.
+__device__ __forceinline__ void await_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// A tensor map into the cache that the copy engine reads it through.
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // --- registers -------------------------------------------------------------------------------------------------------
 
 template <int Count>

@@ -13,23 +13,23 @@ namespace moelith::executors::cuda {
 namespace sm90 {
 
 template <schedule::Direction Pass, int N, bool Ranks>
-void launch(const PassData& data, int blocks, cudaStream_t stream);  // sm90_kernel.cuh
+void launch(const PassData& data, int blocks, cudaStream_t stream, bool beside_previous);  // sm90_kernel.cuh
 template <schedule::Direction Pass, int N, bool Ranks>
 int prepare_device();  // likewise
 
 // The kernel for one rank or for several.
 template <schedule::Direction Pass, int N>
-void launch_for_ranks(const PassData& data, int blocks, cudaStream_t stream) {
-  if (data.pass.sizes.ranks == 1) return launch<Pass, N, false>(data, blocks, stream);
-  if constexpr (N == 192) return launch<Pass, N, true>(data, blocks, stream);
+void launch_for_ranks(const PassData& data, int blocks, cudaStream_t stream, bool beside_previous) {
+  if (data.pass.sizes.ranks == 1) return launch<Pass, N, false>(data, blocks, stream, beside_previous);
+  if constexpr (N == 192) return launch<Pass, N, true>(data, blocks, stream, beside_previous);
   throw Error(Status::invalid_argument, "tile_columns is " + std::to_string(N) + "; with several ranks it is 192");
 }
 template <int N>
-void launch_direction(const PassData& data, int blocks, cudaStream_t stream) {
+void launch_direction(const PassData& data, int blocks, cudaStream_t stream, bool beside_previous) {
   if (data.pass.sizes.direction == schedule::Direction::forward) {
-    launch_for_ranks<schedule::Direction::forward, N>(data, blocks, stream);
+    launch_for_ranks<schedule::Direction::forward, N>(data, blocks, stream, beside_previous);
   } else {
-    launch_for_ranks<schedule::Direction::backward, N>(data, blocks, stream);
+    launch_for_ranks<schedule::Direction::backward, N>(data, blocks, stream, beside_previous);
   }
 }
 
@@ -83,11 +83,11 @@ std::size_t sm90_tile_table_bytes(schedule::Sizes sizes) {
   return static_cast<std::size_t>(std::max(forward, schedule::max_tile_count(sizes))) * sizeof(sm90::TileDescription);
 }
 
-void sm90_run_pass(const PassData& data, int blocks, void* stream) {
+void sm90_run_pass(const PassData& data, int blocks, void* stream, bool beside_previous) {
   const auto s = static_cast<cudaStream_t>(stream);
   switch (data.pass.sizes.tile.columns) {
-    case 256: return sm90::launch_direction<128>(data, blocks, s);
-    case 384: return sm90::launch_direction<192>(data, blocks, s);
+    case 256: return sm90::launch_direction<128>(data, blocks, s, beside_previous);
+    case 384: return sm90::launch_direction<192>(data, blocks, s, beside_previous);
     default:
       throw Error(Status::invalid_argument, "tile_columns is " + std::to_string(data.pass.sizes.tile.columns / 2) +
                                                 "; on this GPU it is 128 or 192");

@@ -6,11 +6,25 @@
 
 namespace moelith::executors::cuda::sm90 {
 
+using schedule::Direction;
+
+// What the compiler may know of a pass, so that no code is there for what cannot be. (This code runs once or twice in a call,
+// and to fetch its instructions takes longer than to execute them.)
+template <Direction Pass, bool Ranks>
+__device__ __forceinline__ void assume(const schedule::Sizes& sizes) {
+  __builtin_assume(sizes.direction == Pass);
+  if constexpr (Ranks) {
+    __builtin_assume(sizes.peer_access);
+  } else {
+    __builtin_assume(sizes.ranks == 1);
+  }
+}
+
 // Describes the tile at `index` of the order.
-template <int N, bool Ranks>
+template <Direction Pass, int N, bool Ranks>
 __device__ __noinline__ void describe(const PassData& data, const schedule::CounterMap& map, std::int64_t index,
                                       TileDescription& out) {
-  if constexpr (!Ranks) __builtin_assume(data.pass.sizes.ranks == 1);
+  assume<Pass, Ranks>(data.pass.sizes);
   const schedule::Tile tile = schedule::tile_at(data.pass, index);
   const schedule::Sizes& sizes = data.pass.sizes;
   const bool shared = tile.stage != Stage::combine && sizes.is_shared(tile.expert);  // a rank may hold no routed expert
@@ -128,27 +142,42 @@ __device__ __noinline__ void describe(const PassData& data, const schedule::Coun
   out = d;
 }
 
-// Describes all tiles, with all warps of the blocks that are there. Working out one takes thousands of cycles, most of
-// it latency: more than some tiles take.
-template <int N, bool Ranks>
-__device__ __forceinline__ void describe_all(const SharedMemory<N>& shared, int lane) {
+template <Direction Pass, bool Ranks>
+__device__ __forceinline__ std::int64_t count_tiles(const schedule::Pass& pass) {
+  assume<Pass, Ranks>(pass.sizes);
+  return schedule::tile_count(pass);
+}
+
+// Describes all tiles, with all warps of the blocks that are there, or as many as have something to do. Working out one
+// takes thousands of cycles, most of it latency: more than some tiles take. So each warp has as few as can be: tiles of
+// different stages in one warp come one after the other.
+template <Direction Pass, int N, bool Ranks>
+__device__ __forceinline__ void describe_all(SharedMemory<N>& shared, int warp, int lane) {
   const PassData& data = shared.data();
-  if constexpr (!Ranks) __builtin_assume(data.pass.sizes.ranks == 1);
-  const std::int64_t tiles = schedule::tile_count(data.pass);
+  const std::int64_t tiles = count_tiles<Pass, Ranks>(data.pass);
+  if (warp == 0 && lane == 0) {
+    shared.tiles = tiles;
+    if constexpr (Ranks) shared.pulled_parts = pulled_parts(data);
+  }
+  const std::int64_t warps = std::int64_t(gridDim.x) * (threads / 32);
+  if (warp * std::int64_t(gridDim.x) >= tiles) return;
+  int at_once = 1;
+  while (at_once < 32 && at_once * warps < tiles) ++at_once;
   auto take = [&] {
     const unsigned long long first =
-        lane == 0 ? atomicAdd(data.counters.control + PassCounters::next_description, 32ull) : 0;
+        lane == 0 ? atomicAdd(data.counters.control + PassCounters::next_description, static_cast<unsigned long long>(at_once))
+                  : 0;
     return static_cast<std::int64_t>(__shfl_sync(~0u, first, 0));
   };
   for (std::int64_t first = take(); first < tiles; first = take()) {
-    if (first + lane < tiles) {
-      describe<N, Ranks>(data, shared.map(), first + lane, static_cast<TileDescription*>(data.tiles)[first + lane]);
+    if (lane < at_once && first + lane < tiles) {
+      describe<Pass, N, Ranks>(data, shared.map(), first + lane, static_cast<TileDescription*>(data.tiles)[first + lane]);
     }
     __threadfence();
     __syncwarp();
     if (lane == 0) {
       add_release(data.counters.control + PassCounters::described,
-                  static_cast<unsigned long long>(schedule::min_of(32, tiles - first)));
+                  static_cast<unsigned long long>(schedule::min_of(at_once, tiles - first)));
     }
   }
 }
@@ -204,12 +233,13 @@ template <int N, bool Ranks>
 __device__ __forceinline__ void take_tiles(SharedMemory<N>& shared, int lane) {
   const PassData& data = shared.data();
   if constexpr (!Ranks) __builtin_assume(data.pass.sizes.ranks == 1);
-  const std::int64_t tiles = schedule::tile_count(data.pass);
+  const std::int64_t tiles = shared.tiles;
   const auto* table = static_cast<const TileDescription*>(data.tiles);
   RingPosition<SharedMemory<N>::Shape::works> mail(0);
   auto take = [&]() -> unsigned long long {
     return lane == 0 ? atomicAdd(data.counters.control + PassCounters::next_tile, 1ull) : 0ull;
   };
+  const bool far_ahead = tiles > std::int64_t(SharedMemory<N>::Shape::many) * (gridDim.x / cluster_blocks);
   unsigned long long taken = take();
   await_descriptions(data, tiles);
   std::int64_t index = 0;
@@ -218,7 +248,7 @@ __device__ __forceinline__ void take_tiles(SharedMemory<N>& shared, int lane) {
     if (index >= tiles) {
       index = -1;
     } else {
-      taken = take();  // in flight meanwhile
+      if (far_ahead) taken = take();  // in flight meanwhile
       const TileDescription& tile = table[index];
       const int4 local = __ldcg(reinterpret_cast<const int4*>(&tile.awaited));
       const int4 arrivals = __ldcg(reinterpret_cast<const int4*>(&tile.arrival));
@@ -237,6 +267,10 @@ __device__ __forceinline__ void take_tiles(SharedMemory<N>& shared, int lane) {
       barrier_arrive_in_cluster(address_in(lane, shared_address(&shared.mail_full[mail.slot])));
     }
     __syncwarp();
+    if (!far_ahead && index >= 0) {
+      barrier_wait(shared_address(&shared.nearly_loaded[mail.slot]), mail.parity);
+      taken = take();
+    }
     mail.next();
   }
 }
@@ -248,7 +282,7 @@ __device__ __forceinline__ void hand_on_tiles(SharedMemory<N>& shared, int lane)
   const PassData& data = shared.data();
   if constexpr (!Ranks) __builtin_assume(data.pass.sizes.ranks == 1);
   const std::uint32_t rank = cluster_rank();
-  await_descriptions(data, schedule::tile_count(data.pass));
+  await_descriptions(data, shared.tiles);
   Packer<N, Ranks> packer(shared, lane);
   RingPosition<slots> position(0), mail(0);
   std::uint32_t step = 0;
@@ -345,7 +379,7 @@ __device__ __forceinline__ void hand_on_tiles(SharedMemory<N>& shared, int lane)
     for (std::int64_t i = lane; i < map.arrivals_size; i += 32) data.counters.arrivals[i] = 0;
     if (lane < PassCounters::control_counters) data.counters.control[lane] = 0;
     if (Ranks && data.pass.sizes.direction == schedule::Direction::backward) {
-      if (pulled_parts(data) == 0) tell_rows_pulled(data, shared.peers(), lane);
+      if (shared.pulled_parts == 0) tell_rows_pulled(data, shared.peers(), lane);
       await_rows_pulled(data, shared.peers(), lane);
     }
   }
