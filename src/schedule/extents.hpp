@@ -86,9 +86,10 @@ struct Sizes {
   bool want_gate_up_wgrad = true, want_down_wgrad = true;
   bool want_gate_up_bias_grad = false, want_down_bias_grad = false;
 
-  // Row buffers have room for `room` of the up to `rows` routed rows that may come here. Two neighbouring rounds have more
-  // than that together, since the first block of the second did not fit into the first.
+  // Row buffers have room for `room` of the up to `rows` routed rows that may come here, and for a row block at least. Two
+  // neighbouring rounds have more rows than that together, since the first block of the second did not fit into the first.
   void set_room(std::int64_t rows, std::int64_t room) {
+    room = max_of(room, tile.row_block);
     round_rows = room < rows ? room : 0;
     max_rounds = room < rows ? 2 * quotient(rows, room + 1) + 1 : 0;
   }
