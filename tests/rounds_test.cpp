@@ -12,6 +12,14 @@ namespace {
 
 constexpr double all_rows = std::numeric_limits<double>::infinity();
 
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr DataType dtypes[]{DataType::float32};
+constexpr int configurations = 4;
+#else
+constexpr DataType dtypes[]{DataType::bfloat16, DataType::float32, DataType::float64};
+constexpr int configurations = 12;
+#endif
+
 LayerConfig small_config(DataType dtype) {
   LayerConfig c;
   c.hidden_size = 40;
@@ -48,7 +56,7 @@ TEST(Rounds, SameBitsForAnyRoomAndNumberOfRanks) {
     const char* name;
     std::int32_t experts;  // that get the tokens; 0: those of the router
   } routings[]{{"the router's", 0}, {"half of the experts", 4}, {"one rank's or two", 2}, {"one expert", 1}};
-  for (const DataType dtype : {DataType::bfloat16, DataType::float32, DataType::float64}) {
+  for (const DataType dtype : dtypes) {
     for (const auto& routing : routings) {
       LayerConfig c = small_config(dtype);
       c.gate_up_bias = c.down_bias = true;
@@ -85,7 +93,7 @@ TEST(Rounds, SameBitsForAnyRoomAndNumberOfRanks) {
 TEST(Rounds, RandomLayersMatchTheReferenceAndOneRank) {
   Random random(43);
   Rounds rounds;
-  for (int n = 0; n < 16; ++n) {
+  for (int n = 0; n < configurations; ++n) {
     const auto config = tokens_apart(random_config(random, n % 2 ? DataType::bfloat16 : DataType::float32));
     const Problem p = random_problem(config, 500, random());
     const Results one = run(p, {});
@@ -106,7 +114,32 @@ TEST(Rounds, RandomLayersMatchTheReferenceAndOneRank) {
     options.receive_capacity_factor.clear();
     expect_identical(run(p, options), results, "configuration " + std::to_string(n), of_each_rank(p));
   }
-  EXPECT_GT(rounds.later_tiles, 20);
+  EXPECT_GT(rounds.later_tiles, configurations);
+}
+
+// Losses, valid tokens and dropping by the router's capacity join the tokens of a rank; room for rows does not.
+TEST(Rounds, SameBitsWithWhatJoinsTheTokensOfARank) {
+  Random random(47);
+  Rounds rounds;
+  for (int n = 0; n < configurations; ++n) {
+    LayerConfig config = random_config(random, n % 2 ? DataType::float64 : DataType::float32);
+    if (n % 3 == 0) config.router.capacity_factor = 1.5;
+    RunOptions options;
+    options.tokens_of_rank = {200, 0, 260 + n, 3};
+    Problem p = random_problem(config, 463 + n, random());
+    for (const std::int64_t tokens : options.tokens_of_rank) p.inputs.ranks.push_back({tokens, n % 4 ? -1 : tokens / 2, 1});
+    p.upstream.aux_loss = p.upstream.z_loss = {0.7, 0.7, 0.7, 0.7};
+    for (std::int32_t e = 0; e < config.num_experts; ++e) options.expert_rank.push_back(n % 2 ? e % 4 : e % 2);
+    options.receive_capacity_factor = {all_rows};
+    const Results roomy = run(p, options);
+    options.receive_capacity_factor = {0.1};
+    options.workers = 2;
+    rounds.watch(options);
+    const Results tight = run(p, options);
+    expect_identical(roomy, tight, "configuration " + std::to_string(n));
+    expect_right(p, tight, options, "configuration " + std::to_string(n));
+  }
+  EXPECT_GT(rounds.later_tiles, configurations);
 }
 
 TEST(Rounds, AccumulateIntoTheMainGradientOnce) {
@@ -161,7 +194,7 @@ TEST(Rounds, ForwardWithoutGradients) {
   expect_identical(run(p, options), one, "without gradients", of_each_rank(p));
 }
 
-#if !defined(__SANITIZE_THREAD__)  // which follows no fork
+#if !defined(__SANITIZE_THREAD__)  // as in processes_test.cpp
 TEST(Rounds, SameBitsOfProcesses) {
   for (const std::int32_t experts : {0, 2}) {
     LayerConfig c = small_config(DataType::bfloat16);

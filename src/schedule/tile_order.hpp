@@ -83,7 +83,8 @@ struct Pipeline {
 };
 
 // The pipelined stages of an expert slot's row blocks; `slot` may be any routed one, since they are alike.
-MOELITH_HD inline Pipeline pipeline_of(const Sizes& sizes, std::int32_t slot, std::int64_t blocks, std::int32_t round = 0) {
+MOELITH_HD inline Pipeline pipeline_of(const Sizes& sizes, std::int32_t slot, std::int64_t blocks,
+                                       std::int32_t round = 0) {
   Pipeline p;
   p.blocks = blocks;
   p.group = sizes.tile.group_blocks;
@@ -112,7 +113,8 @@ MOELITH_HD inline std::int32_t expert_of_block(const Pass& pass, std::int64_t bl
   }
   return low;
 }
-MOELITH_HD inline Tile routed_tile(const Pass& pass, Stage stage, std::int64_t block, std::int32_t column, std::int32_t round = 0) {
+MOELITH_HD inline Tile routed_tile(const Pass& pass, Stage stage, std::int64_t block, std::int32_t column,
+                                   std::int32_t round = 0) {
   const std::int32_t expert = expert_of_block(pass, block);
   return {stage, expert, block - pass.layout.block_begin[expert], column, round};
 }
