@@ -150,8 +150,8 @@ struct GemmTile {
       Storage* dz = slot.d_pre_activation ? held(slot.d_pre_activation, row, pre_width) + column : nullptr;
       kernels.activate_backward(data.activation,
                                 {d_a + i * n, z, z + width, dz, dz ? dz + width : nullptr,
-                                 slot.activated ? held(slot.activated, row, width) + column : nullptr, dprob + column / sum_group,
-                                 data.weight(tile.expert, row), after_down},
+                                 slot.activated ? held(slot.activated, row, width) + column : nullptr,
+                                 dprob + column / sum_group, data.weight(tile.expert, row), after_down},
                                 n);
       // y = p (W a + b): the bias has its share in dprob, unless p multiplies before it.
       if (slot.down_bias && tile.column_block == 0) {

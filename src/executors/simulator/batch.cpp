@@ -37,8 +37,10 @@ Batch make_batch(const schedule::Sizes& like, const std::vector<std::int32_t>& e
       auto& routes = batch.routes[r];
       for (const auto& of_source : rows[e]) routes.insert(routes.end(), of_source.begin(), of_source.end());
     }
-    batch.headers[r].resize(static_cast<std::size_t>(schedule::Layout::header_length(ranks, s.local_experts, s.max_rounds)));
-    pass.layout = schedule::Layout::at(batch.headers[r].data(), batch.routes[r].data(), ranks, s.local_experts, s.max_rounds);
+    const std::int64_t length = schedule::Layout::header_length(ranks, s.local_experts, s.max_rounds);
+    batch.headers[r].resize(static_cast<std::size_t>(length));
+    pass.layout =
+        schedule::Layout::at(batch.headers[r].data(), batch.routes[r].data(), ranks, s.local_experts, s.max_rounds);
     *pass.layout.valid_tokens = s.tokens;
     for (std::int32_t source = 0; source < ranks; ++source) pass.layout.tokens_of_rank[source] = tokens_of(source);
     schedule::fill_layout(s, pass.layout, experts, expert_rank.data(), [&](std::int32_t source, std::int32_t e) {
