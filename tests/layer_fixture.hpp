@@ -13,6 +13,7 @@
 #include <map>
 #include <memory>
 #include <new>
+#include <numeric>
 #include <random>
 #include <string>
 #include <thread>
@@ -294,267 +295,236 @@ struct RankPart {
   }
 };
 
-inline Results run(const Problem& p, const RunOptions& options) {
+// One rank's part of a run, in this thread.
+inline RankPart run_rank(const Problem& p, const RunOptions& options, const Group& group) {
   const auto& c = p.config;
+  const int rank = group.rank();
   std::vector<std::int64_t> tokens_of_rank = options.tokens_of_rank;
   if (tokens_of_rank.empty()) tokens_of_rank = {p.inputs.tokens};
-  const int ranks = static_cast<int>(tokens_of_rank.size());
-  std::vector<std::int64_t> first_token(ranks, 0);
-  for (int r = 1; r < ranks; ++r) first_token[r] = first_token[r - 1] + tokens_of_rank[r - 1];
-  std::vector<Group> groups = options.processes ? std::vector<Group>(ranks, Group::single()) : Group::threads(ranks);
-  std::vector<RankPart> parts(ranks);
-  std::vector<std::exception_ptr> errors(ranks);
+  const std::int64_t first = std::accumulate(tokens_of_rank.begin(), tokens_of_rank.begin() + rank, std::int64_t(0));
   const DataType accumulator = c.accumulator_dtype();
   const auto h = c.hidden_size, e = std::int64_t(c.num_experts), k = std::int64_t(c.top_k);
   const auto shared_count = static_cast<std::int64_t>(c.shared_experts.size());
+  RankPart part;
 
-  auto run_rank = [&](int rank) {
-    options.begin_rank(rank);
-    void* const stream = options.stream_of_rank.empty() ? options.stream : options.stream_of_rank[rank];
-    auto launch = [&](const std::function<void()>& pass) {
-      if (options.launch_of_rank) return options.launch_of_rank(rank, pass);
-      options.launch(pass);
-    };
-    PlanOptions plan_options;
-    const std::int64_t tokens = tokens_of_rank[rank], first = first_token[rank];
-    plan_options.max_tokens = tokens + 3;
-    plan_options.device = options.device;
-    plan_options.workers = options.workers;
-    plan_options.recompute = options.recompute;
-    plan_options.timeline = options.timeline;
-    if (const auto& factors = options.receive_capacity_factor; !factors.empty()) {
-      plan_options.receive_capacity_factor = factors.size() == 1 ? factors[0] : factors[rank];
-    }
-    plan_options.group = groups[rank];
-    plan_options.group.set_timeout(options.timeout);
-    if (options.passes_before) plan_options.group.transport()->start_after_pass(options.passes_before);
-    plan_options.expert_rank = options.expert_rank;
-    plan_options.tile_columns = options.tile_columns;
-    plan_options.shuffle_seed = options.shuffle_seed == 0 ? 0 : options.shuffle_seed + static_cast<std::uint64_t>(rank);
-    const Plan plan = Plan::create(c, plan_options);
-    options.with_plan(plan);
-    const auto locals = parts[rank].local_experts = plan.local_experts();
-    const auto l = static_cast<std::int64_t>(locals.size());
+  options.begin_rank(rank);
+  void* const stream = options.stream_of_rank.empty() ? options.stream : options.stream_of_rank[rank];
+  auto launch = [&](const std::function<void()>& pass) {
+    if (options.launch_of_rank) return options.launch_of_rank(rank, pass);
+    options.launch(pass);
+  };
+  PlanOptions plan_options;
+  const std::int64_t tokens = tokens_of_rank[rank];
+  plan_options.max_tokens = tokens + 3;
+  plan_options.device = options.device;
+  plan_options.workers = options.workers;
+  plan_options.recompute = options.recompute;
+  plan_options.timeline = options.timeline;
+  if (const auto& factors = options.receive_capacity_factor; !factors.empty()) {
+    plan_options.receive_capacity_factor = factors.size() == 1 ? factors[0] : factors[rank];
+  }
+  plan_options.group = group;
+  plan_options.group.set_timeout(options.timeout);
+  if (options.passes_before) plan_options.group.transport()->start_after_pass(options.passes_before);
+  plan_options.expert_rank = options.expert_rank;
+  plan_options.tile_columns = options.tile_columns;
+  plan_options.shuffle_seed = options.shuffle_seed == 0 ? 0 : options.shuffle_seed + static_cast<std::uint64_t>(rank);
+  const Plan plan = Plan::create(c, plan_options);
+  options.with_plan(plan);
+  const auto locals = part.local_experts = plan.local_experts();
+  const auto l = static_cast<std::int64_t>(locals.size());
 
-    std::deque<Tensor> owned;
-    auto tensor = [&](DataType type, std::initializer_list<std::int64_t> shape, std::int64_t row_gap = 0) -> Tensor& {
-      return owned.emplace_back(type, shape, row_gap);
-    };
-    // This rank's rows of a joined tensor.
-    auto rows = [&](const std::vector<double>& joined, DataType type, std::int64_t columns, std::int64_t row_gap = 0) {
-      Tensor& t = tensor(type, {tokens, columns}, row_gap);
-      t.set(joined.data() + first * columns);
-      return t.view;
-    };
-    const DataType logits_type = options.narrow_logits ? c.dtype : accumulator;
-    // The experts of such a tensor each by itself, in an order of no meaning.
-    auto apart = [&](const std::vector<double>& joined, std::initializer_list<std::int64_t> shape) {
-      const std::int64_t size = static_cast<std::int64_t>(joined.size()) / e;
-      std::vector<void*> pointers(static_cast<std::size_t>(l));
-      for (std::int64_t n = 0; n < l; ++n) {
-        const std::int64_t local = l - 1 - n;
-        Tensor& t = tensor(c.dtype, shape);
-        t.set(joined.data() + locals[local] * size);
-        pointers[local] = t.view.data;
-      }
-      return pointers;
-    };
-    auto experts = [&](const std::vector<double>& joined, std::initializer_list<std::int64_t> shape) {
+  std::deque<Tensor> owned;
+  auto tensor = [&](DataType type, std::initializer_list<std::int64_t> shape, std::int64_t row_gap = 0) -> Tensor& {
+    return owned.emplace_back(type, shape, row_gap);
+  };
+  // This rank's rows of a joined tensor.
+  auto rows = [&](const std::vector<double>& joined, DataType type, std::int64_t columns, std::int64_t row_gap = 0) {
+    Tensor& t = tensor(type, {tokens, columns}, row_gap);
+    t.set(joined.data() + first * columns);
+    return t.view;
+  };
+  const DataType logits_type = options.narrow_logits ? c.dtype : accumulator;
+  // The experts of such a tensor each by itself, in an order of no meaning.
+  auto apart = [&](const std::vector<double>& joined, std::initializer_list<std::int64_t> shape) {
+    const std::int64_t size = static_cast<std::int64_t>(joined.size()) / e;
+    std::vector<void*> pointers(static_cast<std::size_t>(l));
+    for (std::int64_t n = 0; n < l; ++n) {
+      const std::int64_t local = l - 1 - n;
       Tensor& t = tensor(c.dtype, shape);
-      const std::int64_t size = static_cast<std::int64_t>(joined.size()) / e;
-      std::vector<double> mine;
-      for (std::int32_t id : locals) mine.insert(mine.end(), joined.begin() + id * size, joined.begin() + (id + 1) * size);
-      t.set(mine.data());
-      return t.view;
-    };
-    auto whole = [&](const std::vector<double>& values, DataType type, std::initializer_list<std::int64_t> shape) {
-      Tensor& t = tensor(type, shape);
-      t.set(values.data());
-      return t.view;
-    };
-
-    Inputs in;
-    in.x = rows(p.inputs.x, c.dtype, h, options.row_gap);
-    if (!p.inputs.router_logits.empty() || (p.inputs.topk_ids.empty() && p.inputs.tokens == 0)) {
-      in.router_logits = rows(p.inputs.router_logits, logits_type, e, options.logits_gap);
-    } else if (!p.inputs.topk_ids.empty()) {
-      std::vector<double> ids(p.inputs.topk_ids.begin(), p.inputs.topk_ids.end());
-      in.topk_ids = rows(ids, rank % 2 || options.wide_ids ? DataType::int64 : DataType::int32, k);
-      in.topk_weights = rows(p.inputs.topk_weights, accumulator, k);
+      t.set(joined.data() + locals[local] * size);
+      pointers[local] = t.view.data;
     }
-    if (!p.inputs.selection_bias.empty()) in.selection_bias = whole(p.inputs.selection_bias, accumulator, {e});
-    bool gated = false;
-    for (const auto& shared : c.shared_experts) gated |= shared.gated;
-    if (gated) in.shared_gate_logits = rows(p.inputs.shared_gate_logits, logits_type, shared_count);
-    if (!p.inputs.ranks.empty()) {
-      const auto& batch = p.inputs.ranks[rank];
-      if (batch.valid_tokens >= 0) in.num_valid_tokens = whole({double(batch.valid_tokens)}, DataType::int32, {1});
-      in.num_sequences = batch.num_sequences;
-    }
-    const auto i = c.intermediate_size, pre = c.gate_up_rows(i);
-    auto& w = in.weights;
-    if (options.bound && l > 0) {
-      ExpertPointers pointers;
-      pointers.dtype = c.dtype;
-      pointers.gate_up_proj = apart(p.weights.gate_up_proj, {pre, h});
-      pointers.down_proj = apart(p.weights.down_proj, {h, i});
-      if (c.gate_up_bias) pointers.gate_up_bias = apart(p.weights.gate_up_bias, {pre});
-      if (c.down_bias) pointers.down_bias = apart(p.weights.down_bias, {h});
-      w.bound = plan.bind(pointers);
-    } else {
-      w.gate_up_proj = experts(p.weights.gate_up_proj, {l, pre, h});
-      w.down_proj = experts(p.weights.down_proj, {l, h, i});
-      if (c.gate_up_bias) w.gate_up_bias = experts(p.weights.gate_up_bias, {l, pre});
-      if (c.down_bias) w.down_bias = experts(p.weights.down_bias, {l, h});
-    }
-    w.shared.resize(shared_count);
-    for (std::int64_t s = 0; s < shared_count; ++s) {
-      const auto width = c.shared_experts[s].intermediate_size;
-      w.shared[s].gate_up_proj = whole(p.weights.shared[s].gate_up_proj, c.dtype, {c.gate_up_rows(width), h});
-      w.shared[s].down_proj = whole(p.weights.shared[s].down_proj, c.dtype, {h, width});
-      if (c.gate_up_bias) w.shared[s].gate_up_bias = whole(p.weights.shared[s].gate_up_bias, c.dtype, {c.gate_up_rows(width)});
-      if (c.down_bias) w.shared[s].down_bias = whole(p.weights.shared[s].down_bias, c.dtype, {h});
-    }
-
-    const auto sizes = plan.buffer_sizes(tokens);
-    const auto scratch = [&](std::uint64_t bytes) { return options.scratch ? Buffer::around(options.scratch(bytes)) : Buffer(bytes); };
-    const Buffer saved = scratch(sizes.saved), workspace = scratch(sizes.workspace);
-    Outputs out;
-    std::map<std::string, std::vector<const Tensor*>> made;
-    auto output = [&](const std::string& name, DataType type, std::initializer_list<std::int64_t> shape, std::int64_t row_gap = 0) {
-      Tensor& t = tensor(type, shape, row_gap);
-      made[name].push_back(&t);
-      return t.view;
-    };
-    out.y = output("y", c.dtype, {tokens, h}, options.row_gap);
-    out.topk_ids = output("topk_ids", DataType::int32, {tokens, k});
-    out.topk_weights = output("topk_weights", accumulator, {tokens, k});
-    out.expert_counts = output("expert_counts", DataType::int64, {e});
-    out.aux_loss = output("aux_loss", accumulator, {1});
-    out.z_loss = output("z_loss", accumulator, {1});
-    launch([&] { plan.forward(in, out, options.keep ? saved.data() : nullptr, workspace.data(), stream); });
-
-    if (options.keep) {
-      OutputGradients up;
-      const bool gives_dy = std::find(options.without_dy.begin(), options.without_dy.end(), rank) == options.without_dy.end();
-      if (!p.upstream.y.empty() && gives_dy) up.y = rows(p.upstream.y, c.dtype, h, options.row_gap);
-      if (!p.upstream.topk_weights.empty()) up.topk_weights = rows(p.upstream.topk_weights, accumulator, k);
-      if (!p.upstream.aux_loss.empty()) up.aux_loss = whole({p.upstream.aux_loss[rank]}, accumulator, {1});
-      if (!p.upstream.z_loss.empty()) up.z_loss = whole({p.upstream.z_loss[rank]}, accumulator, {1});
-      auto wanted = [&](const std::string& name) {
-        return std::find(options.frozen.begin(), options.frozen.end(), name) == options.frozen.end();
-      };
-      InputGradients grad;
-      if (wanted("dx")) grad.x = output("dx", c.dtype, {tokens, h}, options.row_gap);
-      if (in.router_logits.given() && wanted("d_router_logits")) {
-        grad.router_logits = output("d_router_logits", logits_type, {tokens, e}, options.logits_gap);
-      }
-      if (in.topk_ids.given() && wanted("d_topk_weights")) grad.topk_weights = output("d_topk_weights", accumulator, {tokens, k});
-      if (in.shared_gate_logits.given() && wanted("d_shared_gate_logits")) {
-        grad.shared_gate_logits = output("d_shared_gate_logits", logits_type, {tokens, shared_count});
-      }
-      const DataType weight_type = options.wide_gradients ? accumulator : c.dtype;
-      auto weight_gradient = [&](const std::string& name, std::initializer_list<std::int64_t> shape) {
-        Gradient g;
-        if (!wanted(name)) return g;
-        g.tensor = output(name, weight_type, shape);
-        if (!std::isnan(options.preset)) {
-          g.accumulate = true;
-          std::vector<double> ones(static_cast<std::size_t>(g.tensor.numel()), options.preset);
-          owned.back().set(ones.data());
-        }
-        return g;
-      };
-      auto& gw = grad.weights;
-      if (options.bound && l > 0) {
-        ExpertPointers pointers;
-        pointers.dtype = weight_type;
-        auto each = [&](const std::string& name, std::initializer_list<std::int64_t> shape, std::vector<void*>& list, Gradient& g) {
-          for (std::int64_t n = 0; wanted(name) && n < l; ++n) {
-            const Gradient one = weight_gradient(name, shape);
-            list.push_back(one.tensor.data);
-            g.accumulate = one.accumulate;
-          }
-        };
-        each("d_gate_up_proj", {pre, h}, pointers.gate_up_proj, gw.gate_up_proj);
-        each("d_down_proj", {h, i}, pointers.down_proj, gw.down_proj);
-        if (c.gate_up_bias) each("d_gate_up_bias", {pre}, pointers.gate_up_bias, gw.gate_up_bias);
-        if (c.down_bias) each("d_down_bias", {h}, pointers.down_bias, gw.down_bias);
-        const bool any = !(pointers.gate_up_proj.empty() && pointers.down_proj.empty() && pointers.gate_up_bias.empty() &&
-                           pointers.down_bias.empty());
-        if (any) gw.bound = plan.bind(pointers);
-      } else {
-        gw.gate_up_proj = weight_gradient("d_gate_up_proj", {l, pre, h});
-        gw.down_proj = weight_gradient("d_down_proj", {l, h, i});
-        if (c.gate_up_bias) gw.gate_up_bias = weight_gradient("d_gate_up_bias", {l, pre});
-        if (c.down_bias) gw.down_bias = weight_gradient("d_down_bias", {l, h});
-      }
-      gw.shared.resize(shared_count);
-      for (std::int64_t s = 0; s < shared_count; ++s) {
-        const auto width = c.shared_experts[s].intermediate_size;
-        const std::string name = "shared" + std::to_string(s) + ".";
-        gw.shared[s].gate_up_proj = weight_gradient(name + "d_gate_up_proj", {c.gate_up_rows(width), h});
-        gw.shared[s].down_proj = weight_gradient(name + "d_down_proj", {h, width});
-        if (c.gate_up_bias) gw.shared[s].gate_up_bias = weight_gradient(name + "d_gate_up_bias", {c.gate_up_rows(width)});
-        if (c.down_bias) gw.shared[s].down_bias = weight_gradient(name + "d_down_bias", {h});
-      }
-      for (int b = 0; b < options.backwards; ++b) {
-        const Buffer other = scratch(sizes.workspace);  // nothing may be left over from the forward
-        launch([&] { plan.backward(in, saved.data(), up, grad, other.data(), stream); });
-        if (!other.intact()) throw std::runtime_error("backward wrote beyond the workspace");
-      }
-      options.after_backward(plan);
-    }
-    if (!saved.intact() || !workspace.intact()) throw std::runtime_error("a pass wrote beyond saved or workspace");
-    for (const Tensor& t : owned) {
-      if (!t.buffer.intact()) throw std::runtime_error("a pass wrote beyond a tensor");
-      if (!t.gaps_intact()) throw std::runtime_error("a pass wrote between the rows of a tensor");
-    }
-    for (const auto& [name, tensors] : made) {
-      auto& all = parts[rank].results[name];
-      for (const Tensor* t : tensors) {
-        const std::vector<double> values = t->get();
-        all.insert(all.end(), values.begin(), values.end());
-      }
-    }
+    return pointers;
+  };
+  auto experts = [&](const std::vector<double>& joined, std::initializer_list<std::int64_t> shape) {
+    Tensor& t = tensor(c.dtype, shape);
+    const std::int64_t size = static_cast<std::int64_t>(joined.size()) / e;
+    std::vector<double> mine;
+    for (std::int32_t id : locals) mine.insert(mine.end(), joined.begin() + id * size, joined.begin() + (id + 1) * size);
+    t.set(mine.data());
+    return t.view;
+  };
+  auto whole = [&](const std::vector<double>& values, DataType type, std::initializer_list<std::int64_t> shape) {
+    Tensor& t = tensor(type, shape);
+    t.set(values.data());
+    return t.view;
   };
 
-  if (options.processes) {
-    const std::string name = fresh_group_name();
-    const auto ended = fork_ranks(ranks, [&](int r) {
-      groups[r] = Group::process(name, r, ranks, std::chrono::seconds(30));
-      run_rank(r);
-      return parts[r].packed();
-    });
-    for (int r = 0; r < ranks; ++r) {
-      if (!ended[r].returned) {
-        throw std::runtime_error("rank " + std::to_string(r) + " ended by signal " + std::to_string(ended[r].signal) + ": " + ended[r].text);
-      }
-      parts[r] = RankPart::unpacked(ended[r].text);
-    }
-  } else if (ranks == 1) {
-    run_rank(0);
+  Inputs in;
+  in.x = rows(p.inputs.x, c.dtype, h, options.row_gap);
+  if (!p.inputs.router_logits.empty() || (p.inputs.topk_ids.empty() && p.inputs.tokens == 0)) {
+    in.router_logits = rows(p.inputs.router_logits, logits_type, e, options.logits_gap);
+  } else if (!p.inputs.topk_ids.empty()) {
+    std::vector<double> ids(p.inputs.topk_ids.begin(), p.inputs.topk_ids.end());
+    in.topk_ids = rows(ids, rank % 2 || options.wide_ids ? DataType::int64 : DataType::int32, k);
+    in.topk_weights = rows(p.inputs.topk_weights, accumulator, k);
+  }
+  if (!p.inputs.selection_bias.empty()) in.selection_bias = whole(p.inputs.selection_bias, accumulator, {e});
+  bool gated = false;
+  for (const auto& shared : c.shared_experts) gated |= shared.gated;
+  if (gated) in.shared_gate_logits = rows(p.inputs.shared_gate_logits, logits_type, shared_count);
+  if (!p.inputs.ranks.empty()) {
+    const auto& batch = p.inputs.ranks[rank];
+    if (batch.valid_tokens >= 0) in.num_valid_tokens = whole({double(batch.valid_tokens)}, DataType::int32, {1});
+    in.num_sequences = batch.num_sequences;
+  }
+  const auto i = c.intermediate_size, pre = c.gate_up_rows(i);
+  auto& w = in.weights;
+  if (options.bound && l > 0) {
+    ExpertPointers pointers;
+    pointers.dtype = c.dtype;
+    pointers.gate_up_proj = apart(p.weights.gate_up_proj, {pre, h});
+    pointers.down_proj = apart(p.weights.down_proj, {h, i});
+    if (c.gate_up_bias) pointers.gate_up_bias = apart(p.weights.gate_up_bias, {pre});
+    if (c.down_bias) pointers.down_bias = apart(p.weights.down_bias, {h});
+    w.bound = plan.bind(pointers);
   } else {
-    std::vector<std::thread> threads;
-    for (int r = 0; r < ranks; ++r) {
-      threads.emplace_back([&, r] {
-        try {
-          run_rank(r);
-        } catch (...) {
-          errors[r] = std::current_exception();
-        }
-      });
-    }
-    for (auto& thread : threads) thread.join();
-    for (auto& error : errors) {
-      if (error) std::rethrow_exception(error);
-    }
+    w.gate_up_proj = experts(p.weights.gate_up_proj, {l, pre, h});
+    w.down_proj = experts(p.weights.down_proj, {l, h, i});
+    if (c.gate_up_bias) w.gate_up_bias = experts(p.weights.gate_up_bias, {l, pre});
+    if (c.down_bias) w.down_bias = experts(p.weights.down_bias, {l, h});
+  }
+  w.shared.resize(shared_count);
+  for (std::int64_t s = 0; s < shared_count; ++s) {
+    const auto width = c.shared_experts[s].intermediate_size;
+    w.shared[s].gate_up_proj = whole(p.weights.shared[s].gate_up_proj, c.dtype, {c.gate_up_rows(width), h});
+    w.shared[s].down_proj = whole(p.weights.shared[s].down_proj, c.dtype, {h, width});
+    if (c.gate_up_bias) w.shared[s].gate_up_bias = whole(p.weights.shared[s].gate_up_bias, c.dtype, {c.gate_up_rows(width)});
+    if (c.down_bias) w.shared[s].down_bias = whole(p.weights.shared[s].down_bias, c.dtype, {h});
   }
 
+  const auto sizes = plan.buffer_sizes(tokens);
+  const auto scratch = [&](std::uint64_t bytes) { return options.scratch ? Buffer::around(options.scratch(bytes)) : Buffer(bytes); };
+  const Buffer saved = scratch(sizes.saved), workspace = scratch(sizes.workspace);
+  Outputs out;
+  std::map<std::string, std::vector<const Tensor*>> made;
+  auto output = [&](const std::string& name, DataType type, std::initializer_list<std::int64_t> shape, std::int64_t row_gap = 0) {
+    Tensor& t = tensor(type, shape, row_gap);
+    made[name].push_back(&t);
+    return t.view;
+  };
+  out.y = output("y", c.dtype, {tokens, h}, options.row_gap);
+  out.topk_ids = output("topk_ids", DataType::int32, {tokens, k});
+  out.topk_weights = output("topk_weights", accumulator, {tokens, k});
+  out.expert_counts = output("expert_counts", DataType::int64, {e});
+  out.aux_loss = output("aux_loss", accumulator, {1});
+  out.z_loss = output("z_loss", accumulator, {1});
+  launch([&] { plan.forward(in, out, options.keep ? saved.data() : nullptr, workspace.data(), stream); });
+
+  if (options.keep) {
+    OutputGradients up;
+    const bool gives_dy = std::find(options.without_dy.begin(), options.without_dy.end(), rank) == options.without_dy.end();
+    if (!p.upstream.y.empty() && gives_dy) up.y = rows(p.upstream.y, c.dtype, h, options.row_gap);
+    if (!p.upstream.topk_weights.empty()) up.topk_weights = rows(p.upstream.topk_weights, accumulator, k);
+    if (!p.upstream.aux_loss.empty()) up.aux_loss = whole({p.upstream.aux_loss[rank]}, accumulator, {1});
+    if (!p.upstream.z_loss.empty()) up.z_loss = whole({p.upstream.z_loss[rank]}, accumulator, {1});
+    auto wanted = [&](const std::string& name) {
+      return std::find(options.frozen.begin(), options.frozen.end(), name) == options.frozen.end();
+    };
+    InputGradients grad;
+    if (wanted("dx")) grad.x = output("dx", c.dtype, {tokens, h}, options.row_gap);
+    if (in.router_logits.given() && wanted("d_router_logits")) {
+      grad.router_logits = output("d_router_logits", logits_type, {tokens, e}, options.logits_gap);
+    }
+    if (in.topk_ids.given() && wanted("d_topk_weights")) grad.topk_weights = output("d_topk_weights", accumulator, {tokens, k});
+    if (in.shared_gate_logits.given() && wanted("d_shared_gate_logits")) {
+      grad.shared_gate_logits = output("d_shared_gate_logits", logits_type, {tokens, shared_count});
+    }
+    const DataType weight_type = options.wide_gradients ? accumulator : c.dtype;
+    auto weight_gradient = [&](const std::string& name, std::initializer_list<std::int64_t> shape) {
+      Gradient g;
+      if (!wanted(name)) return g;
+      g.tensor = output(name, weight_type, shape);
+      if (!std::isnan(options.preset)) {
+        g.accumulate = true;
+        std::vector<double> ones(static_cast<std::size_t>(g.tensor.numel()), options.preset);
+        owned.back().set(ones.data());
+      }
+      return g;
+    };
+    auto& gw = grad.weights;
+    if (options.bound && l > 0) {
+      ExpertPointers pointers;
+      pointers.dtype = weight_type;
+      auto each = [&](const std::string& name, std::initializer_list<std::int64_t> shape, std::vector<void*>& list, Gradient& g) {
+        for (std::int64_t n = 0; wanted(name) && n < l; ++n) {
+          const Gradient one = weight_gradient(name, shape);
+          list.push_back(one.tensor.data);
+          g.accumulate = one.accumulate;
+        }
+      };
+      each("d_gate_up_proj", {pre, h}, pointers.gate_up_proj, gw.gate_up_proj);
+      each("d_down_proj", {h, i}, pointers.down_proj, gw.down_proj);
+      if (c.gate_up_bias) each("d_gate_up_bias", {pre}, pointers.gate_up_bias, gw.gate_up_bias);
+      if (c.down_bias) each("d_down_bias", {h}, pointers.down_bias, gw.down_bias);
+      const bool any = !(pointers.gate_up_proj.empty() && pointers.down_proj.empty() && pointers.gate_up_bias.empty() &&
+                         pointers.down_bias.empty());
+      if (any) gw.bound = plan.bind(pointers);
+    } else {
+      gw.gate_up_proj = weight_gradient("d_gate_up_proj", {l, pre, h});
+      gw.down_proj = weight_gradient("d_down_proj", {l, h, i});
+      if (c.gate_up_bias) gw.gate_up_bias = weight_gradient("d_gate_up_bias", {l, pre});
+      if (c.down_bias) gw.down_bias = weight_gradient("d_down_bias", {l, h});
+    }
+    gw.shared.resize(shared_count);
+    for (std::int64_t s = 0; s < shared_count; ++s) {
+      const auto width = c.shared_experts[s].intermediate_size;
+      const std::string name = "shared" + std::to_string(s) + ".";
+      gw.shared[s].gate_up_proj = weight_gradient(name + "d_gate_up_proj", {c.gate_up_rows(width), h});
+      gw.shared[s].down_proj = weight_gradient(name + "d_down_proj", {h, width});
+      if (c.gate_up_bias) gw.shared[s].gate_up_bias = weight_gradient(name + "d_gate_up_bias", {c.gate_up_rows(width)});
+      if (c.down_bias) gw.shared[s].down_bias = weight_gradient(name + "d_down_bias", {h});
+    }
+    for (int b = 0; b < options.backwards; ++b) {
+      const Buffer other = scratch(sizes.workspace);  // nothing may be left over from the forward
+      launch([&] { plan.backward(in, saved.data(), up, grad, other.data(), stream); });
+      if (!other.intact()) throw std::runtime_error("backward wrote beyond the workspace");
+    }
+    options.after_backward(plan);
+  }
+  if (!saved.intact() || !workspace.intact()) throw std::runtime_error("a pass wrote beyond saved or workspace");
+  for (const Tensor& t : owned) {
+    if (!t.buffer.intact()) throw std::runtime_error("a pass wrote beyond a tensor");
+    if (!t.gaps_intact()) throw std::runtime_error("a pass wrote between the rows of a tensor");
+  }
+  for (const auto& [name, tensors] : made) {
+    auto& all = part.results[name];
+    for (const Tensor* t : tensors) {
+      const std::vector<double> values = t->get();
+      all.insert(all.end(), values.begin(), values.end());
+    }
+  }
+  return part;
+}
+
+// All ranks' parts together.
+inline Results joined(const std::vector<RankPart>& parts, const LayerConfig& config) {
+  const std::int64_t e = config.num_experts;
   Results joined;
-  for (int r = 0; r < ranks; ++r) {
-    const auto& local_experts = parts[r].local_experts;
-    for (auto& [name, values] : parts[r].results) {
+  for (const RankPart& part : parts) {
+    const auto& local_experts = part.local_experts;
+    for (auto& [name, values] : part.results) {
       auto& all = joined[name];
       const bool of_experts = name == "d_gate_up_proj" || name == "d_down_proj" || name == "d_gate_up_bias" || name == "d_down_bias";
       if (of_experts) {
@@ -573,6 +543,43 @@ inline Results run(const Problem& p, const RunOptions& options) {
     }
   }
   return joined;
+}
+
+inline Results run(const Problem& p, const RunOptions& options) {
+  const int ranks = std::max(1, static_cast<int>(options.tokens_of_rank.size()));
+  std::vector<RankPart> parts(ranks);
+  if (options.processes) {
+    const std::string name = fresh_group_name();
+    const auto ended = fork_ranks(ranks, [&](int r) {
+      return run_rank(p, options, Group::process(name, r, ranks, std::chrono::seconds(30))).packed();
+    });
+    for (int r = 0; r < ranks; ++r) {
+      if (!ended[r].returned) {
+        throw std::runtime_error("rank " + std::to_string(r) + " ended by signal " + std::to_string(ended[r].signal) + ": " + ended[r].text);
+      }
+      parts[r] = RankPart::unpacked(ended[r].text);
+    }
+  } else if (ranks == 1) {
+    parts[0] = run_rank(p, options, Group::single());
+  } else {
+    const std::vector<Group> groups = Group::threads(ranks);
+    std::vector<std::exception_ptr> errors(ranks);
+    std::vector<std::thread> threads;
+    for (int r = 0; r < ranks; ++r) {
+      threads.emplace_back([&, r] {
+        try {
+          parts[r] = run_rank(p, options, groups[r]);
+        } catch (...) {
+          errors[r] = std::current_exception();
+        }
+      });
+    }
+    for (auto& thread : threads) thread.join();
+    for (auto& error : errors) {
+      if (error) std::rethrow_exception(error);
+    }
+  }
+  return joined(parts, p.config);
 }
 
 // Shared experts' weight gradients and the losses of `batch` and `sequence` are of each rank's own tokens by definition.

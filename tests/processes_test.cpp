@@ -1,6 +1,7 @@
 // Ranks as processes: the same bits as one rank has, and what happens when one of them dies or does not come.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <csignal>
 #include <filesystem>
 #include <random>
@@ -230,6 +231,52 @@ TEST(Processes, WrongArgumentsAreNamed) {
                      both[2].text.find("rank: got 1, which another process") != std::string::npos;
   EXPECT_TRUE(found) << both[1].text << "\n" << both[2].text;
   EXPECT_TRUE(left_in_shared_memory().empty());
+}
+
+TEST(Processes, AnIdBringsRanksTogether) {
+  // As an ncclUniqueId, most of which is zeros.
+  std::array<std::byte, 128> id{}, other{};
+  std::random_device random;
+  for (int i = 0; i < 30; ++i) other[i] = id[i] = static_cast<std::byte>(random());
+  other[127] = std::byte{1};
+  const auto ended = fork_ranks(4, [&](int r) -> std::string {
+    for (int i = 0; i < 10; ++i) {  // two groups of two at once, by ids that differ in one bit; each id serves again
+      const Group group = Group::process_by_id(r < 2 ? id.data() : other.data(), id.size(), r % 2, 2, milliseconds(10000));
+      const auto all = group.transport()->all_gather(r);
+      if (all != std::vector<std::int64_t>{r / 2 * 2, r / 2 * 2 + 1}) return "mixed up";
+    }
+    return "good";
+  });
+  for (const Ended& one : ended) EXPECT_EQ(one.text, "good");
+
+  auto refused = [&](const void* data, std::size_t bytes) {
+    const Outcome outcome = outcome_of([&] { Group::process_by_id(data, bytes, 0, 2, milliseconds(100)); });
+    EXPECT_EQ(outcome.status, Status::invalid_argument) << outcome.text;
+    return outcome.text;
+  };
+  EXPECT_NE(refused(nullptr, 128).find("id: got none"), std::string::npos);
+  EXPECT_NE(refused(id.data(), 8).find("id: got 8 bytes, accepted are 16 to 128"), std::string::npos);
+  EXPECT_NE(refused(id.data(), 129).find("id: got 129 bytes"), std::string::npos);
+  EXPECT_EQ(Group::process_by_id(id.data(), id.size(), 0, 1).size(), 1);
+  // Ids of all lengths: a name of shared memory has what they need.
+  std::array<std::byte, 128> full;
+  full.fill(std::byte{0xff});
+  for (std::size_t bytes = 16; bytes <= 128; bytes += 16) {
+    const Outcome alone = outcome_of([&] { Group::process_by_id(full.data(), bytes, 0, 2, milliseconds(20)); });
+    EXPECT_NE(alone.text.find("waited 20 ms for rank 1"), std::string::npos) << alone.text;
+  }
+}
+
+TEST(Processes, RanksOfSeveralHostsAreNamed) {
+  const std::string here = Group::place();
+  EXPECT_EQ(here, Group::place());
+  EXPECT_LT(here.size(), 256u);
+  Group::require_one_place({here, here, here}, "ranks");
+  Group::require_one_place({"a 1 2", "b 1 2"}, "ranks");  // one machine, whose containers have names of their own
+  const Outcome outcome = outcome_of([] { Group::require_one_place({"a 1 2", "a 1 2", "b 3 2", "a 1 4"}, "communicator"); });
+  EXPECT_EQ(outcome.status, Status::unsupported);
+  EXPECT_NE(outcome.text.find("communicator: its ranks do not share memory (rank 0 on a, rank 2 on b, rank 3 on a)"), std::string::npos)
+      << outcome.text;
 }
 
 }  // namespace

@@ -11,7 +11,6 @@ prints, and the peak of forward + backward, gradients included, above weights an
 """
 
 import torch
-import torch.nn.functional as F
 
 import rivals
 import timing
@@ -82,35 +81,19 @@ class Problem:
 
 def reference(problem, tokens, expert):
     """y and dx of some tokens and the weight gradients of one expert, all in float32."""
-    config, layer = problem.shape.config, problem.layer
-    gate_up, down = layer.gate_up_proj.detach(), layer.down_proj.detach()
-
-    def ffn(x, gate_up, down, gate_up_bias=None, down_bias=None):
-        z = F.linear(x, gate_up, gate_up_bias)
-        gate, up = z.chunk(2, dim=-1)
-        if config.activation.kind == "swiglu_clamped":
-            limit = config.activation.limit
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            return F.linear(gate * torch.sigmoid(config.activation.alpha * gate) * (up + config.activation.up_offset), down, down_bias)
-        return F.linear(F.silu(gate) * up, down, down_bias)
-
-    def weights_of(e):
-        biases = [getattr(layer, name) for name in ("gate_up_bias", "down_bias")]
-        return [w[e].detach().float() for w in (gate_up, down)] + [None if b is None else b[e].detach().float() for b in biases]
-
+    config, experts = problem.shape.config, rivals.Float32Experts(problem.layer)
     ids, weights = rivals.route(problem.logits["uniform"].detach(), config.top_k)
     x = problem.x.detach()[tokens].float().requires_grad_()
     y = torch.zeros_like(x)
     for e in ids[tokens].unique().tolist():
         rows, slots = (ids[tokens] == e).nonzero(as_tuple=True)
-        y = y.index_add(0, rows, weights[tokens][rows, slots, None] * ffn(x[rows], *weights_of(e)))
-    for s in layer.shared_experts:
-        y = y + ffn(x, s.gate_up_proj.detach().float(), s.down_proj.detach().float())
+        y = y.index_add(0, rows, weights[tokens][rows, slots, None] * experts.routed(e, x[rows]))
+    y = y + experts.shared(x)
     y.backward(problem.dy[tokens].float())
 
     rows, slots = (ids == expert).nonzero(as_tuple=True)
-    of_expert = [w if w is None else w.requires_grad_() for w in weights_of(expert)]
-    out = weights[rows, slots, None] * ffn(problem.x.detach()[rows].float(), *of_expert)
+    of_expert = [w if w is None else w.requires_grad_() for w in experts.weights_of(expert)]
+    out = weights[rows, slots, None] * experts.ffn(problem.x.detach()[rows].float(), *of_expert)
     out.backward(problem.dy[rows].float())
     return y.detach(), x.grad, [w.grad for w in of_expert[:2]]
 

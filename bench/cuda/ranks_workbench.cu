@@ -1,7 +1,7 @@
 // Several ranks side by side on one GPU, each with its share of the SMs, beside one rank with all SMs, all experts and all
 // tokens: the same work, so that the difference is what the protocol costs. Both in turns, since clocks follow the heat.
-// First the bits are compared; a line "row" is one of bench/results/ranks-h200.json. With an argument the ranks are on so many GPUs, in turns; the fraction is then of what one
-// GPU would do in as many times the time.
+// First the bits are compared; a line "row" is one of bench/results/ranks-h200.json. With an argument above 1 there is a rank on
+// each of so many GPUs; the fraction is then of what one GPU would do in as many times the time.
 //
 // Build: as layer_workbench.cu. ranks_workbench [GPUS [SHAPE]]; SHAPE: a part of a name
 #include <cuda_runtime.h>
@@ -244,7 +244,7 @@ int main(int count, char** arguments) {
                             {"GPT-OSS-120B", 2880, 2880, 128, 4, 16384},
                             {"DeepSeek-V3/4", 7168, 2048, 64, 8, 8192}};
     for (const Shape& shape : shapes) {
-      if (count < 3 || std::strstr(shape.name, arguments[2])) measure(shape, 2, gpus);
+      if (count < 3 || std::strstr(shape.name, arguments[2])) measure(shape, std::max(2, gpus), gpus);
     }
   } catch (const Error& error) {
     std::printf("FAILED: %s\n", error.what());

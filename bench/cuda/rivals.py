@@ -54,6 +54,36 @@ def with_shared_experts(y, layer, x):
     return y
 
 
+class Float32Experts:
+    """What all of them are held against: a layer's experts in float32, one at a time."""
+
+    def __init__(self, layer):
+        self.layer, self.activation = layer, layer.config.activation
+
+    def weights_of(self, at):
+        """gate_up_proj, down_proj and their biases (or None) of local expert `at`."""
+        names = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
+        weights = (getattr(self.layer, name) for name in names)
+        return [None if w is None else w[at].detach().float() for w in weights]
+
+    def ffn(self, x, gate_up, down, gate_up_bias=None, down_bias=None):
+        gate, up = F.linear(x, gate_up, gate_up_bias).chunk(2, dim=-1)
+        a = self.activation
+        if a.kind == "swiglu_clamped":
+            gate, up = gate.clamp(max=a.limit), up.clamp(-a.limit, a.limit)
+            return F.linear(gate * torch.sigmoid(a.alpha * gate) * (up + a.up_offset), down, down_bias)
+        return F.linear(F.silu(gate) * up, down, down_bias)
+
+    def routed(self, at, x):
+        return self.ffn(x, *self.weights_of(at))
+
+    def shared(self, x):
+        y = torch.zeros_like(x)
+        for s in self.layer.shared_experts:
+            y = y + self.ffn(x, s.gate_up_proj.detach().float(), s.down_proj.detach().float())
+        return y
+
+
 def require_swiglu(config):
     if config.activation.kind != "swiglu":
         raise Unsupported(f"no {config.activation.kind}")

@@ -20,6 +20,10 @@ class Shape:
         return 6 * self.tokens * c.hidden_size * (c.top_k * c.intermediate_size + sum(s.intermediate_size for s in c.shared_experts))
 
 
+    def with_experts(self, num_experts):
+        return Shape(dataclasses.replace(self.config, num_experts=num_experts), self.tokens)
+
+
 def _shape(tokens, hidden, intermediate, experts, top_k, **more):
     return Shape(LayerConfig(hidden, intermediate, experts, top_k, router=Router("softmax_topk", renormalize=True), **more), tokens)
 
@@ -34,6 +38,17 @@ SHAPES = {
     "4096x512": _shape(32768, 4096, 512, 128, 8),
     "fine": _shape(24576, 1536, 256, 128, 8),
     "tiny": _shape(64, 64, 32, 8, 2),  # to try the scripts on a CPU
+}
+# Tokens of each rank.
+SEVERAL_RANKS = {
+    "Qwen3-30B": SHAPES["Qwen3-30B"],
+    "GPT-OSS-120B": SHAPES["GPT-OSS-120B"],
+    "DeepSeek-V3/4": SHAPES["DeepSeek-V3"],
+    "DeepSeek-V3": SHAPES["DeepSeek-V3"].with_experts(256),
+    "Kimi-K2": _shape(4096, 7168, 2048, 384, 8, shared_experts=(SharedExpert(2048),)),
+    "FlashMoE-32": _shape(8192, 2048, 2048, 32, 2),
+    "FlashMoE-128": _shape(8192, 2048, 2048, 128, 2),
+    "tiny": SHAPES["tiny"],
 }
 ROUTINGS = ("uniform", "equal", "zipf")
 

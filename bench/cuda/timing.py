@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import pathlib
+import random
 import shlex
 import statistics
 import subprocess
@@ -40,13 +41,16 @@ class Clock:
 
 def in_turns(contenders, rounds, device, prepare=lambda: None, warm_up=2):
     """Medians of what `contenders` (name -> function of a Clock that marks its stretches) take, one after another in each
-    round, since the card's clock moves with its heat. `prepare` makes fresh inputs before each round. The device idles a
-    little before each, so that a host that is slow at launching is ahead of it and is not measured."""
+    round, since the card's clock moves with its heat; in another order each time, since it also depends on what ran just
+    before. `prepare` makes fresh inputs before each round. The device idles a little before each, so that a host that is
+    slow at launching is ahead of it and is not measured."""
     samples = {name: [] for name in contenders}
+    order, dice = list(contenders.items()), random.Random(0)
     for round_ in range(warm_up + rounds):
         prepare()
         clocks = {}
-        for name, run in contenders.items():
+        dice.shuffle(order)
+        for name, run in order:
             clocks[name] = Clock(device)
             if clocks[name].cuda:
                 torch.cuda._sleep(HEAD_START)

@@ -203,13 +203,18 @@ MOELITH_API moelith_status_t moelith_group_create_single(moelith_group_t* group)
  * MOELITH_INVALID_ARGUMENT: groups is NULL, ranks is out of range. */
 MOELITH_API moelith_status_t moelith_group_create_threads(int32_t ranks, moelith_group_t* groups);
 
-/* This process's rank among `ranks` processes of one host, which share memory; for plans on the CPU. Collective: every
- * process calls it with the same name (1 to 128 letters, digits, '-' and '_'), which no other group has at that time, and
- * its own rank. milliseconds: the longest wait for the others, now and in passes (moelith_group_set_timeout).
+/* This process's rank among `ranks` processes of one host, which share memory. Collective: every process calls it with
+ * the same name (1 to 128 letters, digits, '-' and '_'), which no other group has at that time, and its own rank.
+ * milliseconds: the longest wait for the others, now and in passes (moelith_group_set_timeout). Plans on GPUs are each on
+ * the one that is current when they are made; these reach each other's memory, or are one.
  * MOELITH_INVALID_ARGUMENT, MOELITH_TIMED_OUT: a rank did not come, the text names it; MOELITH_DEVICE_ERROR: no shared
  * memory is left. */
 MOELITH_API moelith_status_t moelith_group_create_process(const char* name, int32_t rank, int32_t ranks,
                                                           int64_t milliseconds, moelith_group_t* group);
+/* Likewise where the processes share no name but `bytes` bytes, 16 to 128, that nobody else has, such as those of an
+ * ncclUniqueId. */
+MOELITH_API moelith_status_t moelith_group_create_process_by_id(const void* id, uint64_t bytes, int32_t rank, int32_t ranks,
+                                                                int64_t milliseconds, moelith_group_t* group);
 
 /* This membership's rank and the number of ranks; either pointer may be NULL. */
 MOELITH_API moelith_status_t moelith_group_rank(moelith_group_t group, int32_t* rank, int32_t* size);

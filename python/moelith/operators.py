@@ -115,7 +115,7 @@ def _run_forward(
             saved,
             owner.workspace(sizes.workspace, device),
             _stream(x),
-            owner.waits_on_main_thread(),
+            owner.waits_on_main_thread(device.type),
         )
         return (*results, x.new_empty((0,), dtype=torch.uint8) if saved is None else saved)
 
@@ -370,7 +370,7 @@ def _run_backward(
             main_gradient_mask,
             owner.workspace(sizes.workspace, device),
             _stream(x),
-            owner.waits_on_main_thread(),
+            owner.waits_on_main_thread(device.type),
         )
 
     owner.in_turn(run)

@@ -4,11 +4,9 @@ import functools
 import itertools
 import json
 import os
-import socket
 import threading
 import uuid
 import weakref
-from pathlib import Path
 
 import torch
 
@@ -79,8 +77,10 @@ class Group:
 
     @staticmethod
     def process(name: str, rank: int, ranks: int, seconds: float = 60.0) -> "Group":
-        """This process's rank among `ranks` processes of one host, for layers on the CPU. Collective: all give the same
-        name (letters, digits, '-', '_'), which no other group has at that time. `seconds`: as for set_timeout."""
+        """This process's rank among `ranks` processes of one host. Collective: all give the same name (letters, digits,
+        '-', '_'), which no other group has at that time. `seconds`: as for set_timeout. Layers on GPUs: each process's is
+        on its current GPU (torch.cuda.set_device) when it first runs; GPUs reach each other by load and store, or are
+        one."""
         return Group(_moelith.Group.process(name, rank, ranks, seconds))
 
     @staticmethod
@@ -96,18 +96,15 @@ class Group:
         rank, ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
         if rank < 0:
             raise ValueError("process_group: this process is not a rank of it")
-        # The host, and the shared memory that this process sees: containers of one host may each have their own.
-        place = (socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.stat("/dev/shm").st_dev)
         facts = [None] * ranks
-        dist.all_gather_object(facts, (place, uuid.uuid4().hex), process_group)
-        apart = [r for r in range(ranks) if facts[r][0][1:] != facts[0][0][1:]]
-        if apart:
-            hosts = ", ".join(f"rank {r} on {facts[r][0][0]}" for r in (0, *apart))
-            raise RuntimeError(
-                f"process_group: its ranks do not share memory ({hosts}); an expert-parallel group lies within one host: "
-                "make a process group for each host and reduce expert gradients over the others"
-            )
+        dist.all_gather_object(facts, (Group._place(), uuid.uuid4().hex), process_group)
+        _moelith.Group.require_one_place([place for place, _ in facts], "process_group")
         return Group.process(facts[0][1], rank, ranks, seconds)
+
+    @staticmethod
+    def _place() -> str:
+        """The host and the shared memory that this process sees."""
+        return _moelith.Group.place()
 
     @staticmethod
     def of(handle: str) -> "Group":
@@ -183,11 +180,6 @@ class Group:
             )
         if dtype not in (torch.float64, torch.float32, torch.bfloat16):
             raise ValueError(f"x: dtype {dtype_name(dtype)}; accepted: float64, float32, bfloat16")
-        if device_type == "cuda" and self.size > 1:
-            raise NotImplementedError(
-                f"group: {self.size} ranks on device cuda; from Python accepted are groups of one rank there, and any on "
-                "the CPU"
-            )
         native = _moelith.PlanOptions()
         assign(native, fields | {"max_tokens": capacity if given is None else given})
         native.device = device_type
@@ -203,9 +195,10 @@ class Group:
         """plan.buffer_sizes(tokens); the layers of a model ask for the same."""
         return self._buffer_sizes(plan, tokens)
 
-    def waits_on_main_thread(self) -> bool:
-        """Whether a pass called now may wait for another rank on the thread where Python's signal handlers run."""
-        return self.size > 1 and threading.current_thread() is threading.main_thread()
+    def waits_on_main_thread(self, device_type: str = "cpu") -> bool:
+        """Whether a pass called now may wait for another rank on the thread where Python's signal handlers run. (Not on a
+        GPU, where the kernels wait.)"""
+        return self.size > 1 and device_type == "cpu" and threading.current_thread() is threading.main_thread()
 
     def workspace(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Scratch memory for one pass; to be called, and used, with the lock held."""

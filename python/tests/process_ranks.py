@@ -5,7 +5,6 @@
 Prints "good" at its end on every rank, after having compared all bits or, where replicas' gradients are summed, values.
 """
 
-import os
 import sys
 
 import torch
@@ -69,20 +68,15 @@ def main():
 
 def ranks_apart_are_refused(rank):
     """As if the second rank saw another host's shared memory."""
-    stat = os.stat
-
-    def elsewhere(path, *more, **options):
-        result = stat(path, *more, **options)
-        return os.stat_result(result[:2] + (result.st_dev + 1,) + result[3:]) if path == "/dev/shm" else result
-
+    place = Group._place
     if rank == 1:
-        os.stat = elsewhere
+        Group._place = staticmethod(lambda: place() + "1")
     try:
         Group.from_process_group()
         raise AssertionError("ranks of two hosts were taken for one group")
     except RuntimeError as error:
         assert "its ranks do not share memory" in str(error) and "rank 1 on" in str(error), error
-    os.stat = stat
+    Group._place = staticmethod(place)
 
 
 if __name__ == "__main__":

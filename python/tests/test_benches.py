@@ -39,3 +39,14 @@ def test_the_layer_beside_plain_pytorch(tmp_path):
     rows = json.loads(result.read_text())["rows"]
     assert [row["routing"] for row in rows] == ["uniform", "equal", "zipf"]
     assert all(row["forward_ms"] > 0 and row["rivals"]["plain PyTorch"]["forward_ms"] > 0 for row in rows)
+
+
+def test_ranks_beside_plain_pytorch(tmp_path):
+    result = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(FOLDER / "ranks.py")]
+    options = ["--device", "cpu", "--shape", "tiny", "--rounds", "1", "--json", str(result)]
+    subprocess.run([*command, *options], check=True, timeout=300, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    (row,) = json.loads(result.read_text())["rows"]
+    assert row["ranks"] == 2 and row["forward_ms"] > 0
+    assert set(row["rivals"]) == {"plain PyTorch", "alone"}
+    assert 0 < row["least_bytes_on_links"]["dispatch"] <= row["least_bytes_on_links"]["combine"] <= 64 * 2 * 64 * 2

@@ -1,9 +1,11 @@
 """The layer on a GPU: like the one on the CPU, and the same bits from a captured graph. Needs a GPU and a build with CUDA."""
 
 import json
+import os
 
 import pytest
 import torch
+from test_processes import HERE, torchrun
 
 from moelith import LayerConfig, MoE, functional
 
@@ -88,18 +90,55 @@ def test_selection_bias():
     assert torch.equal(on_gpu.cpu(), bias)
 
 
-def losses(folder, name, device, *options):
-    from moelith.train.__main__ import run
+def gpus_for_processes(count):
+    """The environment of processes that see so many GPUs."""
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[:count])}
 
+
+@pytest.mark.parametrize("gpus, backend", [(1, "gloo"), (2, "nccl")])
+def test_processes_have_the_bits_of_one(gpus, backend):
+    """Two processes on one GPU, which NCCL refuses, and on two."""
+    told = torchrun(2, HERE / "gpu_process_ranks.py", backend, **gpus_for_processes(gpus))
+    assert told.count("good") == 2
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_training_by_two_processes(tmp_path, gpus):
+    """The losses of one process; a checkpoint of two goes on with one; between two GPUs a step is a graph."""
+    variables = gpus_for_processes(gpus)
+    one = losses(tmp_path, "one", "cuda")
+    command = training(tmp_path, "two", "cuda", "--steps", "12")
+    told = torchrun(2, "-m", "moelith.train", *command, **variables)
+    assert "2 processes, 2 of which share the experts" in told
+    assert "cannot be captured" not in told
+    losses(tmp_path, "two", "cuda", "--steps", "16", "--resume")
+    two = [json.loads(line) for line in (tmp_path / "two" / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in two] == list(range(1, 17))
+    for a, b in zip(two, one, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-2), a["step"]
+        assert [sum(layer) for layer in a["expert_load"]] == [sum(layer) for layer in b["expert_load"]]
+
+
+def training(folder, name, device, *options):
+    """Arguments of moelith.train."""
     small = ("hidden_size=32", "layers=2", "heads=2", "num_experts=8", "intermediate_size=24",
              "shared_intermediate_size=16", "context=32", "batch=4", "log_every=1", "eval_every=8", "save_every=20")
     text = folder / "text"
     text.write_bytes(open(__file__, "rb").read() * 4)
+    return [f"--set={field}" for field in small] + [
+        "--data", str(text), "--runs", str(folder), "--name", name, "--device", device, "--dtype", "bf16",
+        "--steps", "16", *options]
+
+
+def losses(folder, name, device, *options):
+    from moelith.train.__main__ import run
+
     deterministic = torch.are_deterministic_algorithms_enabled()
     try:
-        assert run([f"--set={field}" for field in small] + [
-            "--data", str(text), "--runs", str(folder), "--name", name, "--device", device, "--dtype", "bf16",
-            "--steps", "16", *options]) == 0
+        assert run(training(folder, name, device, *options)) == 0
     finally:
         torch.use_deterministic_algorithms(deterministic)
     rows = [json.loads(line) for line in (folder / name / "log.jsonl").read_text().splitlines()]

@@ -15,12 +15,12 @@ from moelith.train.__main__ import run
 HERE = Path(__file__).parent
 
 
-def torchrun(processes, *command):
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+def torchrun(processes, *command, **variables):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | variables
     started = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *command]
     done = subprocess.run(list(map(str, started)), env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 def test_E3_processes_equal_one():

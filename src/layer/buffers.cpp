@@ -126,7 +126,7 @@ BackwardWorkspace BackwardWorkspace::of(const Geometry& g, std::uint64_t router_
   return workspace;
 }
 
-Window Window::of(const LayerConfig& config, std::int64_t tokens, const schedule::CounterMap* map) {
+Window Window::of(const LayerConfig& config, std::int64_t tokens, const schedule::CounterMap* map, bool staged) {
   const auto element = size_of(config.dtype), accumulator = size_of(config.accumulator_dtype());
   const std::int64_t routes = tokens * config.top_k;
   const bool peers = map != nullptr;
@@ -134,7 +134,8 @@ Window Window::of(const LayerConfig& config, std::int64_t tokens, const schedule
   widths.config = config;
   Places places;
   Window window;
-  window.rows = places.add_if(!peers, element * tokens * config.hidden_size);
+  window.rows = places.add_if(!peers || staged, element * tokens * config.hidden_size);
+  window.dy_rows = places.add_if(peers && staged, element * tokens * config.hidden_size);
   window.route_rows = places.add(element * routes * config.hidden_size);
   window.route_dprob = places.add(accumulator * routes * widths.dprob_groups(config.intermediate_size));
   for (auto& table : window.table) {
@@ -156,7 +157,7 @@ Window Window::of(const LayerConfig& config, std::int64_t tokens, const schedule
 std::uint64_t layout_number(const std::vector<Window>& windows, const schedule::CounterMap& map) {
   Fingerprint f;
   for (const Window& w : windows) {
-    f.add(w.rows).add(w.route_rows).add(w.route_dprob).add(w.size);
+    f.add(w.rows).add(w.dy_rows).add(w.route_rows).add(w.route_dprob).add(w.size);
     for (const auto& t : w.table) {
       f.add(t.header).add(t.offsets).add(t.counts).add(t.routes).add(t.topk_ids).add(t.topk_weights);
     }

@@ -94,7 +94,9 @@ struct BackwardWorkspace {
 
 // A rank's symmetric memory, several ranks only. Sized by max_tokens, alike on every call of the plan.
 struct Window {
-  std::uint64_t rows;                                   // [T, H]: x or dY for the others; absent with peer access
+  // [T, H]: x or dY for the others; with peer access absent if they read those where they lie, otherwise each has a place
+  // of its own, since a backward shows both, and what one pass left is not read in another.
+  std::uint64_t rows, dy_rows;
   std::uint64_t route_rows, route_dprob;                // [T k, H], [T k, groups]
   struct Table {
     std::uint64_t header;                               // int64 [8]: T, valid tokens, whether forward saves; with peer
@@ -109,8 +111,9 @@ struct Window {
   std::uint64_t arrivals, flags, state;
   std::uint64_t size;
 
-  // `tokens`: max_tokens of the rank whose window it is. map: of peers' counters, null without peer access.
-  static Window of(const LayerConfig& config, std::int64_t tokens, const schedule::CounterMap* map = nullptr);
+  // `tokens`: max_tokens of the rank whose window it is. map: of peers' counters, null without peer access. staged: with
+  // peer access, whether rows are copied here for the others.
+  static Window of(const LayerConfig& config, std::int64_t tokens, const schedule::CounterMap* map = nullptr, bool staged = false);
 };
 // Of all ranks' windows and counters: equal for plans that have them alike; not 0.
 std::uint64_t layout_number(const std::vector<Window>& windows, const schedule::CounterMap& map);

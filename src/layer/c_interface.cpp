@@ -480,6 +480,14 @@ moelith_status_t moelith_group_create_process(const char* name, int32_t rank, in
   });
 }
 
+moelith_status_t moelith_group_create_process_by_id(const void* id, uint64_t bytes, int32_t rank, int32_t ranks,
+                                                    int64_t milliseconds, moelith_group_t* group) {
+  return guarded([&] {
+    deref(group, "group");
+    *group = new moelith_group{Group::process_by_id(id, bytes, rank, ranks, std::chrono::milliseconds(milliseconds))};
+  });
+}
+
 moelith_status_t moelith_group_rank(moelith_group_t group, int32_t* rank, int32_t* size) {
   return guarded([&] {
     const Group& of = deref(group, "group").group;

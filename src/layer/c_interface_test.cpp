@@ -292,6 +292,12 @@ TEST(CInterface, Groups) {
     EXPECT_EQ(moelith_group_set_timeout(groups[i], 1000), MOELITH_OK);
     moelith_group_destroy(groups[i]);
   }
+  const char id[128] = "an id";
+  moelith_group_t alone = nullptr;
+  EXPECT_EQ(moelith_group_create_process_by_id(nullptr, sizeof id, 0, 1, 1000, &alone), MOELITH_INVALID_ARGUMENT);
+  EXPECT_STREQ(moelith_last_error(), "id: got none");
+  ASSERT_EQ(moelith_group_create_process_by_id(id, sizeof id, 0, 1, 1000, &alone), MOELITH_OK) << moelith_last_error();
+  moelith_group_destroy(alone);
   moelith_group_t single = nullptr;
   ASSERT_EQ(moelith_group_create_single(&single), MOELITH_OK);
   moelith_layer_config_t config = c_config();

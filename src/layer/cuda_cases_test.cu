@@ -349,7 +349,7 @@ struct InFloat {
 };
 __global__ void evaluate(numerics::Activation activation, float gate, float up, InFloat* out) {
   numerics::with_activation_kind(activation.kind, [&]<ActivationKind Kind>() {
-    const auto v = numerics::activation<Kind>(activation, gate, up);
+    const auto v = numerics::activation<Kind>(numerics::ActivationParameters<float>(activation), gate, up);
     *out = {v.value, v.d_gate, v.d_up};
   });
 }

@@ -323,9 +323,12 @@ class CudaLayer final : public DeviceLayer {
       job.score_sums = at<float>(workspace, scratch.score_sums);
     }
     routing::device_route(job, stream);
-    if (ranks_) executors::cuda::run_exchange(ranks_->exchange(data, keep), stream);
+    if (!ranks_) return run_pass(data, stream);
+    const executors::cuda::ExchangeJob exchange = ranks_->exchange(data, keep);
+    executors::cuda::run_exchange(exchange, stream);
     if (routing::wants_global_aux_loss(job)) routing::device_global_aux_loss(job, stream);
     run_pass(data, stream);
+    executors::cuda::end_exchange(exchange, stream);
   }
 
   void backward(const CallFacts& facts, const Inputs& inputs, const void* const_saved, const OutputGradients& upstream,
@@ -363,9 +366,13 @@ class CudaLayer final : public DeviceLayer {
       data.tiles = at<std::byte>(workspace, place->backward_tiles);
       if (ranks_) {
         ranks_->complete(data, saved, kept);
-        executors::cuda::run_exchange(ranks_->exchange(data, true), stream);
+        const executors::cuda::ExchangeJob exchange = ranks_->exchange(data, true);
+        executors::cuda::run_exchange(exchange, stream);
+        run_pass(data, stream);
+        executors::cuda::end_exchange(exchange, stream);
+      } else {
+        run_pass(data, stream);
       }
-      run_pass(data, stream);
     } else {
       zero_gradients(gradients, stream);
     }

@@ -46,7 +46,8 @@ CudaRanks::CudaRanks(const Plan::Impl& plan, const schedule::TileShape& tile)
   const Geometry geometry = plan.geometry(plan.options.max_tokens, tile);
   check_sizes(plan, geometry);
   counters_ = schedule::CounterMap::of(geometry.sizes);
-  for (const std::int64_t tokens : plan.max_tokens_of_rank) windows_.push_back(Window::of(plan.config, tokens, &counters_));
+  const bool staged = !plan.transport().reads_any_device_memory();
+  for (const std::int64_t tokens : plan.max_tokens_of_rank) windows_.push_back(Window::of(plan.config, tokens, &counters_, staged));
   memory_ = plan.transport().device_memory(layout_number(windows_, counters_), windows_[rank_].size,
                                            [this](std::byte* memory) { count_from_last_pass(memory); });
   int device = 0, multiprocessors = 0;
@@ -95,6 +96,13 @@ void CudaRanks::place_tables() {
   job_.error = error();
   job_.stop = &memory_->words->stop;
   job_.num_experts = plan_.config.num_experts;
+  const Window& mine = windows_[rank_];
+  if (mine.rows != absent) job_.staged_x = at<bfloat16>(rank_, mine.rows), job_.staged_dy = at<bfloat16>(rank_, mine.dy_rows);
+  if (memory_->passes) {
+    static_assert(sizeof(unsigned long long) == sizeof memory_->passes->begun);
+    job_.begun = reinterpret_cast<unsigned long long*>(&memory_->passes->begun);
+    job_.ended = reinterpret_cast<unsigned long long*>(&memory_->passes->ended);
+  }
 }
 
 void CudaRanks::place_on_device() {
@@ -158,8 +166,9 @@ void CudaRanks::check_error() const {
   const volatile PassError& found = *error();
   const volatile std::int32_t& stop = memory_->words->stop;
   if (found.state != PassError::there) {
-    if (stop != 0) throw Error(Status::group_failed, "the group has failed: a kernel of one of its ranks gave up");
-    return;
+    if (stop == 0) return;
+    plan_.transport().require_usable();  // which knows why, if no kernel does
+    throw Error(Status::group_failed, "the group has failed: a kernel of one of its ranks gave up");
   }
   const std::string rank = std::to_string(found.rank), awaited = std::to_string(found.awaited);
   if (found.saving >= 0) {

@@ -24,6 +24,14 @@ struct Activation {
         up_offset(config.up_offset) {}
 };
 
+// Its parameters in the type of the sums. Made outside of loops: on a GPU a conversion from double costs as much as the rest of
+// an activation.
+template <class T>
+struct ActivationParameters {
+  T limit, alpha, up_offset;
+  MOELITH_HD explicit ActivationParameters(const Activation& a) : limit(T(a.limit)), alpha(T(a.alpha)), up_offset(T(a.up_offset)) {}
+};
+
 template <class T>
 struct ActivationValue {
   T value;   // act(gate, up)
@@ -36,13 +44,13 @@ struct ActivationValue {
 // At a clamp's boundary the derivative is that of the inside (gate == limit passes its gradient; so does |up| == limit),
 // as torch.clamp has it; relu_squared has derivative 0 at 0.
 template <ActivationKind Kind, class T>
-MOELITH_HD_INLINE ActivationValue<T> activation(const Activation& parameters, T gate, T up) {
+MOELITH_HD_INLINE ActivationValue<T> activation(const ActivationParameters<T>& parameters, T gate, T up) {
   if constexpr (Kind == ActivationKind::swiglu) {
     const T s = sigmoid(gate);
     const T silu = gate * s;
     return {silu * up, up * (s + silu * (T(1) - s)), silu};
   } else if constexpr (Kind == ActivationKind::swiglu_clamped) {
-    const T limit = T(parameters.limit), alpha = T(parameters.alpha), offset = T(parameters.up_offset);
+    const T limit = parameters.limit, alpha = parameters.alpha, offset = parameters.up_offset;
     const T g = gate > limit ? limit : gate;
     const T u = (up > limit ? limit : (up < -limit ? -limit : up)) + offset;
     const T s = sigmoid(alpha * g);

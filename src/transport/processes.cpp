@@ -7,20 +7,30 @@
 // Each rank holds a lock on its own byte of the board's file. The kernel lets go of it when the process is gone,
 // whoever has or has not waited for it, which is how the others learn of a death at once and not only by their time
 // limit. (A child that the rank has forked and that lives on keeps the lock; then it is the limit.)
+//
+// Where ranks work on GPUs nobody waits in a call, so a thread looks at the locks, some times a second while a pass runs:
+// it ends the waits of all kernels when a rank is gone that has not ended a pass which this one has begun.
 #include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <condition_variable>
 #include <cstring>
+#include <mutex>
 #include <random>
 #include <thread>
 
 #include "moelith/limits.hpp"
 #include "moelith/tensor.hpp"
 #include "transport/transport.hpp"
+#if defined(MOELITH_WITH_CUDA)
+#include "transport/device_memory.hpp"
+#endif
 
 namespace moelith::transport {
 namespace {
@@ -104,7 +114,7 @@ class Shared {
 
 // What all ranks of a group see. A new shared object holds zeros.
 struct Board {
-  static constexpr std::uint64_t magic = 0x4d4f454c49544831;  // "MOELITH1": the format, and that rank 0 has filled it
+  static constexpr std::uint64_t magic = 0x4d4f454c49544832;  // "MOELITH2": the format, and that rank 0 has filled it
 
   std::atomic<std::uint64_t> ready;
   std::uint64_t id;  // random: a later group of the same name uses other names for its memory
@@ -118,6 +128,16 @@ struct Board {
     std::int64_t value[2];                   // for all_gather: of the odd meetings, and of the even ones
   };
   Rank rank[limits::ranks];
+
+  // What kernels of all ranks reach, in pages of its own.
+  struct alignas(4096) OnDevice {
+    HostWords words;
+    struct alignas(64) Passes {
+      DevicePasses of_rank;
+    };
+    Passes passes[limits::device_ranks];
+  };
+  OnDevice on_device;
 };
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "atomics in shared memory");
 
@@ -126,11 +146,11 @@ std::uint64_t rounded_up(std::uint64_t bytes) { return (bytes + 255) / 256 * 256
 class Processes final : public Transport {
  public:
   Processes(const std::string& name, int rank, int ranks, milliseconds limit)
-      : Transport(rank, ranks), name_("/moelith-" + name) {
+      : Transport(rank, ranks), name_("/moelith-" + name), process_(getpid()) {
     set_timeout(limit);
     if (rank == 0) {
-      board_memory_ = Shared::make(name_, sizeof(Board));
-      auto* board = reinterpret_cast<Board*>(board_memory_.memory());
+      *board_memory_ = Shared::make(name_, sizeof(Board));
+      auto* board = reinterpret_cast<Board*>(board_memory_->memory());
       board->ranks = ranks;
       std::random_device random;
       board->id = std::uint64_t(random()) << 32 | random();
@@ -138,18 +158,19 @@ class Processes final : public Transport {
     } else {
       Waiting waiting;
       auto there = [&] {
-        if (!board_memory_.memory() && !board_memory_.open(name_, sizeof(Board))) return false;
-        return reinterpret_cast<Board*>(board_memory_.memory())->ready.load(std::memory_order_acquire) == Board::magic;
+        if (!board_memory_->memory() && !board_memory_->open(name_, sizeof(Board))) return false;
+        return reinterpret_cast<Board*>(board_memory_->memory())->ready.load(std::memory_order_acquire) == Board::magic;
       };
       while (!there()) {
         if (waiting.time() > limit) {
           throw Error(Status::timed_out, "rank " + std::to_string(rank) + ": waited " + std::to_string(limit.count()) +
-                                             " ms for rank 0 to set up group " + name);
+                                             " ms for rank 0 to set up group " + name +
+                                             " in the shared memory of this host, the only one that it may have");
         }
         std::this_thread::sleep_for(milliseconds(1));
       }
     }
-    board_ = reinterpret_cast<Board*>(board_memory_.memory());
+    board_ = reinterpret_cast<Board*>(board_memory_->memory());
     try {
       collective([&] {
         if (board_->ranks != ranks) {
@@ -174,6 +195,24 @@ class Processes final : public Transport {
       shm_unlink(name_.c_str());
       throw;
     }
+  }
+  ~Processes() override {
+    if (getpid() != process_) {  // a child's copy: the lock, the thread and what is on the GPU are its parent's
+      (void)watcher_.release();
+      return;
+    }
+    watcher_.reset();
+#if defined(MOELITH_WITH_CUDA)
+    struct flock mine = byte_of(rank());
+    mine.l_type = F_UNLCK;
+    fcntl(board_memory_->file(), F_OFD_SETLK, &mine);  // though the file may stay open below
+    device_shares_.give_up([board = board_memory_, rank = rank(), ranks = size()] {
+      for (int r = 0; r < ranks; ++r) {
+        if (r != rank && is_alive(*board, r)) return false;
+      }
+      return true;
+    });
+#endif
   }
 
   std::vector<std::int64_t> all_gather(std::int64_t value) override {
@@ -227,6 +266,18 @@ class Processes final : public Transport {
     meet();
   }
 
+#if defined(MOELITH_WITH_CUDA)
+  std::shared_ptr<const DeviceMemory> device_memory(std::uint64_t layout, std::uint64_t bytes,
+                                                    const Prepare& prepare) override {
+    Board::OnDevice& shared = board_->on_device;
+    auto made = device_shares_.share(*this, layout, bytes, prepare,
+                                     {&shared.words, &shared.passes[rank()].of_rank, &shared, sizeof shared, board_memory_});
+    watch();
+    return made;
+  }
+  bool reads_any_device_memory() const override { return false; }
+#endif
+
   std::byte* memory(int rank) const override { return memory_[rank].memory(); }
   std::uint64_t* arrivals(int rank) const override { return reinterpret_cast<std::uint64_t*>(memory(rank) + bytes_); }
   std::uint64_t* flags(int rank) const override { return arrivals(rank) + arrivals_; }
@@ -239,9 +290,11 @@ class Processes final : public Transport {
     std::memcpy(board_->reason, text.data(), length);
     board_->reason[length] = '\0';
     board_->failure.store(2, std::memory_order_release);
+    std::atomic_ref(board_->on_device.words.stop).store(1, std::memory_order_release);
   }
   bool failed() const override { return board_->failure.load(std::memory_order_acquire) != 0; }
   void require_usable() const override {
+    if (const int departed = departed_; departed >= 0 && !failed()) throw Error(Status::group_failed, gone(departed));
     if (!failed()) return;
     // A rank that dies while it writes its reason leaves the others without.
     for (int tries = 0; tries < 100 && board_->failure.load(std::memory_order_acquire) != 2; ++tries) {
@@ -265,7 +318,7 @@ class Processes final : public Transport {
   }
 
  private:
-  struct flock byte_of(int rank) const {
+  static struct flock byte_of(int rank) {
     struct flock one {};
     one.l_type = F_WRLCK;
     one.l_whence = SEEK_SET;
@@ -275,7 +328,7 @@ class Processes final : public Transport {
   }
   void hold_own_byte() {
     struct flock mine = byte_of(rank());
-    if (fcntl(board_memory_.file(), F_OFD_SETLK, &mine) != 0) {
+    if (fcntl(board_memory_->file(), F_OFD_SETLK, &mine) != 0) {
       if (errno == EAGAIN || errno == EACCES) {
         throw Error(Status::invalid_argument,
                     "rank: got " + std::to_string(rank()) + ", which another process of the group has");
@@ -284,9 +337,10 @@ class Processes final : public Transport {
     }
   }
   // Of a rank that has come to a meeting.
-  bool is_alive(int rank) const {
+  bool is_alive(int rank) const { return is_alive(*board_memory_, rank); }
+  static bool is_alive(const Shared& board, int rank) {
     struct flock theirs = byte_of(rank);
-    return fcntl(board_memory_.file(), F_OFD_GETLK, &theirs) != 0 || theirs.l_type != F_UNLCK;
+    return fcntl(board.file(), F_OFD_GETLK, &theirs) != 0 || theirs.l_type != F_UNLCK;
   }
 
   static std::string gone(int rank) {
@@ -326,13 +380,81 @@ class Processes final : public Transport {
     }
   }
 
+  // --- passes on GPUs ---
+
+  DevicePasses passes_of(int rank) const {
+    DevicePasses& passes = board_->on_device.passes[rank].of_rank;
+    return {std::atomic_ref(passes.begun).load(std::memory_order_acquire),
+            std::atomic_ref(passes.ended).load(std::memory_order_acquire)};
+  }
+  // A rank that is gone, having ended every pass that this one has begun, has harmed nobody yet: only the next call
+  // of this rank fails, whose pass that one cannot come to.
+  void look_after_device_ranks() {
+    for (int r = 0; r < size(); ++r) {
+      if (r == rank() || is_alive(r)) continue;
+      if (reached(passes_of(r).ended, passes_of(rank()).begun)) {
+        departed_ = r;
+      } else {
+        fail(gone(r));
+      }
+    }
+  }
+  // Idle between looks, so often that the error comes long before a limit, so seldom that it costs nothing.
+  static constexpr milliseconds between_looks{50};
+
+  void watch() {
+    if (!watcher_) watcher_ = std::make_unique<Watcher>([this] {
+      look_after_device_ranks();
+      return !failed();
+    });
+  }
+  class Watcher {
+   public:
+    // look: whether to go on.
+    explicit Watcher(std::function<bool()> look) {
+      sigset_t all, before;  // signals are for the threads of the program
+      sigfillset(&all);
+      pthread_sigmask(SIG_SETMASK, &all, &before);
+      try {
+        thread_ = std::thread([this, look] {
+          std::unique_lock lock(mutex_);
+          while (!leaving_ && look()) to_leave_.wait_for(lock, between_looks, [this] { return leaving_; });
+        });
+      } catch (...) {
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        throw;
+      }
+      pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    }
+    ~Watcher() {
+      {
+        const std::lock_guard lock(mutex_);
+        leaving_ = true;
+      }
+      to_leave_.notify_all();
+      thread_.join();
+    }
+
+   private:
+    std::mutex mutex_;
+    std::condition_variable to_leave_;
+    bool leaving_ = false;
+    std::thread thread_;
+  };
+
   const std::string name_;
-  Shared board_memory_;
+  const pid_t process_;
+  const std::shared_ptr<Shared> board_memory_ = std::make_shared<Shared>();
   Board* board_ = nullptr;
   std::uint64_t meetings_ = 0;
   std::vector<Shared> memory_;  // [R]
   std::uint64_t bytes_ = 0;
   std::int64_t arrivals_ = 0, flags_ = 0;
+  std::atomic<int> departed_{-1};  // a rank that is gone without having harmed a pass; -1: none is
+#if defined(MOELITH_WITH_CUDA)
+  ProcessDeviceShares device_shares_;
+#endif
+  std::unique_ptr<Watcher> watcher_;  // of groups whose passes are on GPUs
 };
 
 }  // namespace

@@ -20,9 +20,8 @@ class Single final : public Transport {
 }  // namespace
 
 std::shared_ptr<const DeviceMemory> Transport::device_memory(std::uint64_t, std::uint64_t, const Prepare&) {
-  throw Error(Status::unsupported, "group: its " + std::to_string(size()) +
-                                       " ranks share the host's memory alone, accepted on device cuda are ranks of one "
-                                       "process (Group::threads)");
+  throw Error(Status::unsupported,
+              "group: this build of moelith has no memory on GPUs for its " + std::to_string(size()) + " ranks");
 }
 
 std::shared_ptr<Transport> make_single() { return std::make_shared<Single>(); }

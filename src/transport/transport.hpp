@@ -44,10 +44,17 @@ struct HostWords {
   alignas(16) std::byte report[64] = {};  // what a kernel gave up, in its executor's own terms
 };
 
+// Passes on GPUs that one rank has begun, and ended: counted by its kernels, in host memory. A pass of the group has the
+// same count on every rank.
+struct DevicePasses {
+  std::uint64_t begun = 0, ended = 0;
+};
+
 // Symmetric memory on the GPUs of the ranks.
 struct DeviceMemory {
   std::vector<std::byte*> rank;  // [R], each as this rank addresses it: aligned to 256 bytes, all zero at first
   std::shared_ptr<HostWords> words;
+  DevicePasses* passes = nullptr;  // of this rank, kept by `words`; null: nobody wants to know
   int sharing = 1;               // how many of the ranks are on this rank's GPU
   std::vector<std::shared_ptr<void>> owned;  // keeps all of it alive: another rank's kernel may read to its own pass's end
 };
@@ -73,6 +80,8 @@ class Transport {
   // Error(unsupported) naming the ranks whose GPUs cannot be reached by load and store.
   using Prepare = std::function<void(std::byte* memory)>;
   virtual std::shared_ptr<const DeviceMemory> device_memory(std::uint64_t layout, std::uint64_t bytes, const Prepare& prepare);
+  // Whether ranks read any memory on each other's GPUs, as those of one process do, or device_memory alone.
+  virtual bool reads_any_device_memory() const { return true; }
 
   // Of any rank; valid until the next reserve. Memory is aligned to 256 bytes.
   virtual std::byte* memory(int rank) const = 0;
@@ -166,7 +175,9 @@ class Transport {
 std::shared_ptr<Transport> make_single();
 // `ranks` ranks on threads of this process.
 std::vector<std::shared_ptr<Transport>> make_threads(int ranks);
-// One rank of several processes of this host; Group::process says what the arguments are. Collective.
+// One rank of several processes of this host; Group::process says what the arguments are, but for the name's length.
+// Collective.
+inline constexpr std::size_t longest_process_name = 192;  // a file's name has 255 characters, of which it takes some
 std::shared_ptr<Transport> make_process(const std::string& name, int rank, int ranks, std::chrono::milliseconds limit);
 
 }  // namespace moelith::transport

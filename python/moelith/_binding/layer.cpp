@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "binding.hpp"
+#include "current_gpu.hpp"
 #include "moelith/group.hpp"
 
 namespace nb = nanobind;
@@ -185,7 +186,10 @@ void bind_tensors_of_passes(nb::module_& module) {
 template <class Call>
 auto waiting_for_ranks(const Group& group, bool watch_signals, Call call) {
   if (!watch_signals) return call();
-  auto result = std::async(std::launch::async, call);
+  auto result = std::async(std::launch::async, [gpu = current_gpu(), &call] {
+    make_gpu_current(gpu);
+    return call();
+  });
   while (result.wait_for(std::chrono::milliseconds(50)) != std::future_status::ready) {
     nb::gil_scoped_acquire locked;
     if (PyErr_CheckSignals() == 0) continue;
@@ -220,6 +224,8 @@ void bind_layer(nb::module_& module) {
           },
           nb::arg("name"), nb::arg("rank"), nb::arg("ranks"), nb::arg("seconds"),
           nb::call_guard<nb::gil_scoped_release>())
+      .def_static("place", &Group::place)
+      .def_static("require_one_place", &Group::require_one_place, nb::arg("places"), nb::arg("what"))
       .def("fail", &Group::fail, nb::arg("reason"))
       .def_prop_ro("rank", &Group::rank)
       .def_prop_ro("size", &Group::size)

@@ -42,7 +42,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--seed", default=variable("SEED"), help="of weights and data order (SEED; default: 0)")
     add("--threads", default=variable("THREADS"), help="CPU threads (THREADS; default: all that may be used)")
     add("--ep", default=variable("EP"), help="under torchrun: processes that share the experts of a layer (EP; default: "
-        "all, on a GPU 1); the others are replicas of them")
+        "all of a host); the others are replicas of them")
     add("--runs", default=variable("RUNS") or "runs", help="folder of all runs (RUNS; default: runs)")
     add("--set", action="append", default=[], metavar="FIELD=VALUE", help="changes a field of the preset, as "
         "--set layers=2; fields: see Preset in model.py")
@@ -88,8 +88,11 @@ def default_device(dtype: str | None) -> str:
     import moelith
     from moelith.runtime import Group
 
+    from .ranks import choose_gpu
+
     if dtype == "fp32" or not torch.cuda.is_available():
         return "cpu"
+    choose_gpu()  # where the plan is made
     smallest = moelith.LayerConfig(hidden_size=8, intermediate_size=8, num_experts=1, top_k=1)
     try:
         Group.single().plan(smallest.key, moelith.PlanOptions().key, torch.bfloat16, "cuda", 0)

@@ -85,10 +85,10 @@ class Stepper:
         self.model = model
         self.clock = clock
         self.optimizer = optimizer
-        self.captures = device.type == "cuda"
+        self.ranks = model.ranks
+        self.captures = device.type == "cuda" and self.ranks.captures
         self.graph, self.stream, self.warm_steps = None, torch.cuda.Stream() if self.captures else None, 0
         self.balance_rate = preset.balance_rate
-        self.ranks = model.ranks
         self.bytes_of_all = preset.batch * preset.context
         windows = len(self.ranks.share(np.empty(preset.batch)))
         self.tokens = torch.zeros(windows, preset.context + 1, dtype=torch.int64, device=device)
@@ -130,6 +130,12 @@ class Stepper:
             torch.cuda.synchronize()
         else:
             self.graph = graph
+
+    def release_graph(self) -> None:
+        """Before the process groups go whose collectives it holds: NCCL would wait for it."""
+        if self.graph is not None:
+            torch.cuda.synchronize()
+            self.graph = None
 
     def _iteration(self) -> None:
         logits, aux_loss, load = self.model(self.tokens[:, :-1])
@@ -224,7 +230,8 @@ class Run:
         self.held_out_sample = data.held_out_windows(held_out, preset.context,
                                                      max(1, EVAL_WINDOWS_BYTES // preset.context))
         self.clock = LayerClock(device)
-        self.model = LanguageModel(preset, self.clock, workers=config.threads, ranks=ranks)
+        # On a GPU workers are SMs: all of them.
+        self.model = LanguageModel(preset, self.clock, workers=config.threads if device.type == "cpu" else 0, ranks=ranks)
         self.model.store_as(DTYPES[config.dtype]).to(device)
         self.optimizer = Optimizer(self.model)
         self.step, self.rate, self.started = 0, 0.0, 0.0
@@ -270,6 +277,7 @@ class Run:
                 ended_by = self.ranks.any(stop.signal or 0)  # all ranks stop at the same step
             if self.stepper.steps > 0:
                 self.write(self.row(), progress)
+            self.stepper.release_graph()
             self.save()
             return None if self.step >= steps else ended_by
 

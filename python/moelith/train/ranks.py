@@ -4,6 +4,9 @@ ranks of an expert-parallel (EP) group. World = EP x replicas; ranks of an EP gr
 Every rank trains on its share of each step's windows. The loss is the mean over the whole batch, so a gradient is the sum
 over ranks of what each rank's part of that mean gives; the layer brings that sum to an expert from all ranks of its EP
 group, and what is left is the sum over replicas.
+
+On GPUs each process has its own, by LOCAL_RANK, and NCCL does what is not the layer's. Where a host has more processes than
+GPUs they share them in turn, and gloo takes NCCL's place, which refuses two ranks on one GPU: slow, for trying things out.
 """
 
 import os
@@ -17,33 +20,40 @@ import moelith
 from .errors import TrainError
 
 
+def choose_gpu() -> None:
+    """Makes this process's GPU the current one."""
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
 class Ranks:
     """One process of a run. The default is a run of one."""
 
     def __init__(self):
         self.rank, self.world = 0, 1
+        self.captures = True    # whether what is done here between ranks can be part of a CUDA graph
         self.ep_rank, self.ep_size = 0, 1
         self.group = None       # moelith.Group of the layers
         self._ep = self._replicas = None  # process groups
 
     @staticmethod
     def from_environment(ep: int | None, device: torch.device) -> "Ranks":
-        """As torchrun started this process; ep: the size of an EP group, None: as large as the device allows."""
+        """As torchrun started this process; ep: the size of an EP group, None: all processes of a host."""
         ranks = Ranks()
-        if device.type == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        on_gpu = device.type == "cuda"
         ranks.world = int(os.environ.get("WORLD_SIZE", "1"))
-        largest = ranks.world if device.type == "cpu" else 1
-        ep = largest if ep is None else ep
+        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks.world)))
+        if on_gpu:
+            choose_gpu()
+        ep = local_world if ep is None else ep
         if ranks.world % ep:
             raise TrainError(f"EP: {ep}; accepted: divisors of the number of processes, {ranks.world}")
-        if device.type != "cpu" and ep > 1:
-            raise TrainError(f"EP: {ep}; accepted on a GPU: 1, since experts are spread over CPU processes only so far")
         if ranks.world == 1:
             return ranks
         ranks.rank = int(os.environ["RANK"])
         ranks.ep_size, ranks.ep_rank = ep, ranks.rank % ep
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        nccl = on_gpu and local_world <= torch.cuda.device_count()
+        ranks.captures = nccl
+        dist.init_process_group("nccl" if nccl else "gloo")
         # Every process takes part in making every group.
         for first in range(0, ranks.world, ep):
             members = list(range(first, first + ep))
@@ -123,8 +133,8 @@ class Ranks:
         if self.ep_size == 1:
             return local
         parts = [None] * self.ep_size
-        dist.all_gather_object(parts, local, self._ep)
-        return torch.cat(parts)
+        dist.all_gather_object(parts, local.cpu(), self._ep)  # a GPU's tensor would name the sender's GPU
+        return torch.cat(parts).to(local.device)
 
     def close(self) -> None:
         if self.world > 1:

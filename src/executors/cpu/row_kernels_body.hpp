@@ -39,6 +39,7 @@ struct Bodies {
     constexpr bool gated = Kind != ActivationKind::relu_squared;
     // Rounded pre-activations of a few columns at a time: the loops stay simple enough to vectorise.
     constexpr std::int64_t piece = 64;
+    const numerics::ActivationParameters<T> parameters(activation);
     T gate[piece], up[piece];
     for (std::int64_t begin = 0; begin < width; begin += piece) {
       const std::int64_t n = std::min(piece, width - begin);
@@ -55,7 +56,7 @@ struct Bodies {
       round_piece(in.pre_gate, in.bias_gate, in.z_gate, gate);
       if constexpr (gated) round_piece(in.pre_up, in.bias_up, in.z_up, up);
       for (std::int64_t i = 0; i < n; ++i) {
-        gate[i] = in.factor * numerics::activation<Kind>(activation, gate[i], gated ? up[i] : T(0)).value;
+        gate[i] = in.factor * numerics::activation<Kind>(parameters, gate[i], gated ? up[i] : T(0)).value;
       }
       for (std::int64_t i = 0; i < n; ++i) in.a[begin + i] = store<S>(gate[i]);
     }
@@ -68,13 +69,14 @@ struct Bodies {
   static void backward_kind(const Activation& activation, const typename Kernels::ActivateBackwardArguments& in,
                             std::int64_t width) {
     constexpr bool gated = Kind != ActivationKind::relu_squared;
+    const numerics::ActivationParameters<T> parameters(activation);
     T value[sum_group], d_gate[sum_group], d_up[sum_group];
     for (std::int64_t begin = 0; begin < width; begin += sum_group) {
       const std::int64_t n = std::min(sum_group, width - begin);
       const T* d_a = in.d_a + begin;
       for (std::int64_t i = 0; i < n; ++i) {
         const T z_up = gated ? load(in.z_up[begin + i]) : T(0);
-        const auto act = numerics::activation<Kind>(activation, load(in.z_gate[begin + i]), z_up);
+        const auto act = numerics::activation<Kind>(parameters, load(in.z_gate[begin + i]), z_up);
         value[i] = act.value;
         d_gate[i] = in.factor * d_a[i] * act.d_gate;
         d_up[i] = in.factor * d_a[i] * act.d_up;

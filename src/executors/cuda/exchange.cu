@@ -2,6 +2,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cuda/atomic>
 #include <string>
 
@@ -16,7 +17,8 @@ using routing::RankTable;
 using schedule::Direction;
 using schedule::Stage;
 
-constexpr int meeting_threads = 256, collecting_threads = 256, collecting_blocks = 8;  // blocks: of an expert
+constexpr int meeting_threads = 256, collecting_threads = 256, collecting_blocks = 8,  // blocks: of an expert
+              staging_threads = 256;
 
 using Flag = ::cuda::atomic_ref<unsigned long long, ::cuda::thread_scope_system>;
 
@@ -27,6 +29,14 @@ __device__ std::int64_t distance(const RankTable& table, const bfloat16* rows) {
 __device__ Peers::Rows rows_at(const RankTable& table, int place, int stride) {
   const char* data = reinterpret_cast<const char*>(table.header) + table.header[place];
   return {reinterpret_cast<const bfloat16*>(data), table.header[stride]};
+}
+
+// One more pass, in host memory (null: not wanted) that only this rank's stream writes: no atomic addition, which not
+// every GPU can do there.
+__device__ void count_pass(unsigned long long* passes) {
+  if (!passes) return;
+  const Flag count(*passes);
+  count.store(count.load(::cuda::std::memory_order_relaxed) + 1, ::cuda::std::memory_order_release);
 }
 
 // Until rank `from` has raised its flag for this pass. False: it did not come, or the group has failed.
@@ -98,7 +108,9 @@ __global__ void __launch_bounds__(meeting_threads) meet(const __grid_constant__ 
   }
   bool fails = thread == 0 && (*tables.stopped != 0 || group_failed(job.stop));
   __threadfence_system();
-  if (!__syncthreads_or(fails)) {
+  const bool stopped = __syncthreads_or(fails);
+  if (thread == meeting_threads - 1) count_pass(job.begun);  // a thread that waits for nobody
+  if (!stopped) {
     if (there && thread != tables.rank) {
       Flag(job.flags[thread][tables.rank]).store(pass, ::cuda::std::memory_order_release);
       fails = !await_rank(job, thread, pass);
@@ -138,6 +150,49 @@ __global__ void __launch_bounds__(collecting_threads) collect(const __grid_const
   }
 }
 
+// This rank's rows for the others: of x, and with blockIdx.y == 1 of dY.
+struct Staging {
+  Peers::Rows from[2];
+  bfloat16* to[2];
+  std::int64_t tokens, hidden;
+};
+__global__ void __launch_bounds__(staging_threads) stage(const __grid_constant__ Staging job) {
+  const Peers::Rows from = job.from[blockIdx.y];
+  bfloat16* const to = job.to[blockIdx.y];
+  constexpr int batch = 4;  // pieces of 16 bytes that a lane has on their way
+  const int lane = threadIdx.x % 32, warps = staging_threads / 32;
+  for (std::int64_t row = std::int64_t(blockIdx.x) * warps + threadIdx.x / 32; row < job.tokens;
+       row += std::int64_t(gridDim.x) * warps) {
+    const bfloat16* const source = from.data + row * from.stride;
+    bfloat16* const target = to + row * job.hidden;
+    for (std::int64_t column = lane * 8; column < job.hidden; column += batch * 256) {
+      uint4 piece[batch];
+#pragma unroll
+      for (int i = 0; i < batch; ++i) {
+        if (column + i * 256 < job.hidden) piece[i] = __ldcs(reinterpret_cast<const uint4*>(source + column + i * 256));
+      }
+#pragma unroll
+      for (int i = 0; i < batch; ++i) {
+        if (column + i * 256 < job.hidden) *reinterpret_cast<uint4*>(target + column + i * 256) = piece[i];
+      }
+    }
+  }
+}
+
+__global__ void count_end(unsigned long long* ended) { count_pass(ended); }
+
+// Puts the rows where the others find them, and tells the job so.
+void run_staging(ExchangeJob& job, cudaStream_t stream) {
+  const bool backward = job.pass.sizes.direction == Direction::backward;
+  Staging staging{{job.x, job.dy}, {job.staged_x, job.staged_dy}, job.pass.sizes.tokens, job.pass.sizes.hidden_size};
+  job.x = {job.staged_x, staging.hidden};
+  if (backward) job.dy = {job.staged_dy, staging.hidden};
+  if (staging.tokens == 0) return;
+  const std::int64_t blocks = std::min<std::int64_t>((staging.tokens * 32 + staging_threads - 1) / staging_threads, 1024);
+  stage<<<dim3(unsigned(blocks), backward ? 2 : 1), staging_threads, 0, stream>>>(staging);
+  check_cuda(cudaGetLastError(), "launch of the copy of rows for other ranks");
+}
+
 constexpr int largest_layout = (limits::device_ranks + 1) * limits::num_experts * 4;  // bytes of shared memory
 
 }  // namespace
@@ -146,10 +201,14 @@ void prepare_exchange() {
   cudaFuncAttributes attributes;
   check_cuda(cudaFuncSetAttribute(meet, cudaFuncAttributeMaxDynamicSharedMemorySize, largest_layout), "shared memory of the exchange");
   check_cuda(cudaFuncGetAttributes(&attributes, collect), "kernels of the exchange");
+  check_cuda(cudaFuncGetAttributes(&attributes, stage), "kernels of the exchange");
+  check_cuda(cudaFuncGetAttributes(&attributes, count_end), "kernels of the exchange");
 }
 
-void run_exchange(const ExchangeJob& job, void* stream_pointer) {
+void run_exchange(const ExchangeJob& given, void* stream_pointer) {
   const auto stream = static_cast<cudaStream_t>(stream_pointer);
+  ExchangeJob job = given;
+  if (job.staged_x) run_staging(job, stream);
   const bool forward = job.pass.sizes.direction == Direction::forward;
   meet<<<1, meeting_threads, forward ? (job.tables.ranks + 1) * job.num_experts * 4 : 0, stream>>>(job);
   check_cuda(cudaGetLastError(), "launch of the exchange");
@@ -157,6 +216,12 @@ void run_exchange(const ExchangeJob& job, void* stream_pointer) {
   if (!forward || experts == 0) return;
   collect<<<dim3(unsigned(experts), collecting_blocks), collecting_threads, 0, stream>>>(job);
   check_cuda(cudaGetLastError(), "launch of the collection of routes");
+}
+
+void end_exchange(const ExchangeJob& job, void* stream) {
+  if (!job.ended) return;
+  count_end<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(job.ended);
+  check_cuda(cudaGetLastError(), "launch of the count of passes");
 }
 
 }  // namespace moelith::executors::cuda

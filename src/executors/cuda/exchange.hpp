@@ -1,6 +1,17 @@
 // What ranks on GPUs tell each other before a pass, in kernels of one stream each: where their rows are, and in forward
 // their tables, of which each makes the Layout of its own pass. Nobody begins the persistent kernel before all ranks have
 // come this far; a rank that does not come within the limit ends the pass, and all later ones, by PassError and `stop`.
+//
+// Ranks of one process read x and dY of others where these have them. Those of other processes see symmetric memory alone,
+// so each rank first copies its rows there ("staged"). Nobody reads there what a later pass writes, nor the other way
+// round, without a wait of any kind between passes: the copy stands in the stream behind this rank's last pass of that
+// memory, and that one has ended only when all others have read what they needed of its rows:
+//   - x in forward, dY in backward, and x where backward runs gate_up again: combine waits for the results of every
+//     routed row of this rank, which were computed from copies that the others had made of these rows before;
+//   - x in backward otherwise: the last block waits for rows_pulled of all ranks.
+// The other way round: a rank reads only when the owner's flag says that the owner is in the same pass, which it raises
+// behind its copy. Passes of other layouts have other memory. (A pass that gave up waits for nothing; after it no pass of
+// the group reads anything.)
 #pragma once
 
 #include "executors/cuda/pass_data.hpp"
@@ -14,6 +25,8 @@ struct ExchangeJob {
   unsigned long long* flags[Peers::most] = {};        // of each rank: [R], the s-th raised by rank s
   Peers* peers = nullptr;                             // x and dy: written
   Peers::Rows x{}, dy{};                              // of this rank; dy in backward
+  bfloat16 *staged_x = nullptr, *staged_dy = nullptr; // [T, H] in symmetric memory, for the others; null: they read x and dy
+  unsigned long long *begun = nullptr, *ended = nullptr;  // passes of this rank, counted in host memory; null: not wanted
   bool saves = true;                                  // whether this rank's forward saves for a backward
   PassError* error = nullptr;
   std::int32_t* stop = nullptr;
@@ -26,8 +39,10 @@ struct ExchangeJob {
   float* row_weight = nullptr;                        // [rows]
 };
 
-// One launch in backward, two in forward. Throws Error(device_error).
+// One launch in backward, two in forward, and one more where rows are staged. Throws Error(device_error).
 void run_exchange(const ExchangeJob& job, void* stream);
+// Behind the pass: counts it as ended, if that is wanted.
+void end_exchange(const ExchangeJob& job, void* stream);
 // Loads its kernels.
 void prepare_exchange();
 

@@ -166,7 +166,7 @@ __global__ void activate(const __grid_constant__ Scene s, std::int64_t room) {
     const float factor = s.after_down() ? 1.0f : s.weight(row);
     numerics::with_activation_kind(s.data.activation.kind, [&]<ActivationKind Kind>() {
       const float up = gated ? load(z[g.width]) : 0.0f;
-      g.activated[n] = store<bfloat16>(factor * numerics::activation<Kind>(s.data.activation, load(z[0]), up).value);
+      g.activated[n] = store<bfloat16>(factor * numerics::activation<Kind>(numerics::ActivationParameters<float>(s.data.activation), load(z[0]), up).value);
     });
   }
 }
@@ -182,11 +182,12 @@ __global__ void activate_backward(const __grid_constant__ Scene s, const float* 
     const float weight = s.weight(row);
     float dot = 0.0f;
     numerics::with_activation_kind(s.data.activation.kind, [&]<ActivationKind Kind>() {
+      const numerics::ActivationParameters<float> parameters(s.data.activation);
       for (std::int64_t c = first; c < min(first + 64, g.width); ++c) {
         const bfloat16* z = g.pre_activation + row * s.pre_width() + c;
         bfloat16* dz = g.d_pre_activation + row * s.pre_width() + c;
         const float d = d_activated[row * g.width + c];
-        const auto act = numerics::activation<Kind>(s.data.activation, load(z[0]), gated ? load(z[g.width]) : 0.0f);
+        const auto act = numerics::activation<Kind>(parameters, load(z[0]), gated ? load(z[g.width]) : 0.0f);
         const float rounded = numerics::rounded<bfloat16>(act.value);
         dot += d * rounded;
         dz[0] = store<bfloat16>(weight * d * act.d_gate);

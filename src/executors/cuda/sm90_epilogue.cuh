@@ -114,17 +114,15 @@ __device__ __forceinline__ uint4 staged_piece(std::uint32_t staging, int row, in
   return load_shared_16(staging + row * 128 + ((piece ^ (row & 7)) << 4));
 }
 
-// 32 columns (8-column groups First to First + 3) of block M as float. Columns 8 o .. 8 o + 7 of row r lie at
-// r * 128 + ((o ^ (r & 3)) * 32).
-template <int N, int M, int First>
-__device__ __forceinline__ void deposit_float(const Sums<N>& sums, std::uint32_t staging, int lane) {
+// 32 columns (8-column groups `first` to first + 3) of block M as float: the upper or lower 8 rows of the warp's 16. Columns
+// 8 o .. 8 o + 7 of row r lie at r * 128 + ((o ^ (r & 3)) * 32).
+template <int N, int M, int Lower>
+__device__ __forceinline__ void deposit_float(const Sums<N>& sums, int first, std::uint32_t staging, int lane) {
   const int row = lane / 4;
 #pragma unroll
   for (int g = 0; g < 4; ++g) {
-    const float* v = sums.value[M] + (First + g) * 4;
-    const std::uint32_t place = staging + row * 128 + ((g ^ (row & 3)) << 5) + (lane % 4) * 8;
-    store_shared_8(place, v[0], v[1]);
-    store_shared_8(place + 8 * 128, v[2], v[3]);
+    const float* v = sums.value[M] + (first + g) * 4 + 2 * Lower;
+    store_shared_8(staging + row * 128 + ((g ^ (row & 3)) << 5) + (lane % 4) * 8, v[0], v[1]);
   }
 }
 __device__ __forceinline__ void staged_floats(std::uint32_t staging, int row, int octet, float (&f)[8]) {
@@ -223,6 +221,7 @@ __device__ __forceinline__ void activate_rows(const PassData& data, Sums<N>& sum
   const int octet = lane % 4, columns = work.columns;
   numerics::with_activation_kind(data.activation.kind, [&]<ActivationKind Kind>() {
     constexpr bool pairs = Kind != ActivationKind::relu_squared;  // of gate and up
+    const numerics::ActivationParameters<float> parameters(data.activation);
 #pragma unroll 1
     for (int m = 0; m * 64 < work.rows; ++m) {
       // Of this lane's two rows of the warp's 16, in elements from the tensors' beginnings.
@@ -251,7 +250,7 @@ __device__ __forceinline__ void activate_rows(const PassData& data, Sums<N>& sum
             if (has_second) store_16(z + z_place[i] + offset + second, other.all());
           }
           auto act = [&](float gate, float up) {
-            return factor[i] * numerics::activation<Kind>(data.activation, gate, up).value;
+            return factor[i] * numerics::activation<Kind>(parameters, gate, up).value;
           };
 #pragma unroll
           for (int w = 0; w < 4; ++w) {
@@ -275,6 +274,11 @@ __device__ __forceinline__ void activate_rows(const PassData& data, Sums<N>& sum
 
 // --- down_dgrad ------------------------------------------------------------------------------------------------------
 
+// As hold() of registers of sums.
+__device__ __forceinline__ void hold(numerics::ActivationValue<float>& v) {
+  asm volatile("" : "+f"(v.value), "+f"(v.d_gate), "+f"(v.d_up));
+}
+
 // With d = the sum (dA before the route's weight p) and z as saved: A = act(z), dprob = <d, rounded A> over each 64
 // columns, dz = p d act'(z), and p A for the gradient of down_proj.
 template <ActivationKind Kind, int N, bool Ranks>
@@ -288,88 +292,93 @@ __device__ __forceinline__ void activation_gradient_of(const PassData& data, con
   const std::int64_t width = tensors.width, pre_width = (gated ? 2 : 1) * width;
   const bf16* const z = tensors.pre_activation;
   bf16 *const dz = tensors.d_pre_activation, *const activated = tensors.activated;
+  const numerics::ActivationParameters<float> parameters(data.activation);
   const int slabs = work.n / 32, lane = warp.lane, octet = lane % 4, columns = work.columns;
   if (columns == 0) return;
+  // A step: 8 rows by 32 columns, of which a lane has 8 columns of one row. Steps of the same rows follow each other. What
+  // a step reads was asked for two steps before, and all its activations are worked out before anything is made of them: a
+  // warp has nothing else to do meanwhile.
 #pragma unroll 1
-  for (int m = 0; m * 64 < work.rows; ++m) {
-    // A step: 16 rows of the warp by 32 columns; of these a lane has 8 columns of two rows. dz lies like z.
-    const bf16* z_row[2] = {};
-    bf16* a_row[2] = {};
+  for (int eight = 0; eight / 2 * 64 < work.rows; ++eight) {  // of each 64 rows first the upper 8 of the warp's 16, then the lower
+    const int first = eight / 2 * 64 + warp.index * 16 + eight % 2 * 8 + lane / 4;
+    const bool row_there = first < work.rows;
+    const int row = min(first, work.rows - 1);  // one that can be read
+    float weight = 1.0f;
+    if (work.group == 0) {
+      weight = weight_of_row<Ranks>(data, work, row);
+    } else if (data.shared_gates) {
+      weight = __ldg(data.shared_gates + std::int64_t(work.row_index[row]) * sizes.shared_experts + work.group - 1);
+    }
+    // dz lies like z.
+    const bf16* const z_row = z + (work.row_begin + row) * pre_width + work.column + octet * 8;
+    bf16* const a_row = activated + (work.row_begin + row) * width + work.column + octet * 8;
     uint4 gate_read[2], up_read[2];
-    float weight[2], dot_before[2] = {0.0f, 0.0f};  // dots: of the first 32 of 64 columns
-    const int first_row = m * 64 + warp.index * 16 + lane / 4;
     // Reads what exists in any case; what it reads for other columns is not used.
     auto fetch = [&](int i, int slab) {
-      const bf16* from = z_row[i] + (slab * 32 + octet * 8 < columns ? slab * 32 : -octet * 8);
+      const bf16* from = z_row + (slab * 32 + octet * 8 < columns ? slab * 32 : -octet * 8);
       gate_read[i] = load_16_shared_by_sms(from);
       up_read[i] = gated ? load_16_shared_by_sms(from + width) : uint4{0, 0, 0, 0};
     };
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = min(first_row + 8 * i, work.rows - 1);  // one that can be read
-      z_row[i] = z + (work.row_begin + row) * pre_width + work.column + octet * 8;
-      a_row[i] = activated + (work.row_begin + row) * width + work.column + octet * 8;
-      const int index = work.row_index[row];
-      weight[i] = 1.0f;
-      if (work.group == 0) {
-        weight[i] = weight_of_row<Ranks>(data, work, row);
-      } else if (data.shared_gates) {
-        weight[i] = __ldg(data.shared_gates + std::int64_t(index) * sizes.shared_experts + work.group - 1);
-      }
-      fetch(i, 0);
-    }
+    fetch(0, 0), fetch(1, 1);
 #pragma unroll 1
-    for (int slab = 0; slab < slabs; ++slab) {
-      with_constant<2 * all_slabs>(m * all_slabs + slab, [&](auto constant) {
-        deposit_float<N, constant.value / all_slabs, constant.value % all_slabs * 4>(sums, warp.staging, lane);
-      });
-      __syncwarp();
-      const int offset = slab * 32;
-      const bool there = offset + octet * 8 < columns;
+    for (int slab = 0; slab < slabs; slab += 2) {
       float dot[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        Words gate(gate_read[i]), up(up_read[i]), a(uint4{0, 0, 0, 0});
+        const std::uint32_t staging = warp.staging + i * 1024;
+        with_constant<2 * all_slabs>(eight * (all_slabs / 2) + slab / 2, [&](auto constant) {
+          constexpr int which = constant.value / (all_slabs / 2), pair = constant.value % (all_slabs / 2);
+          deposit_float<N, which / 2, which % 2>(sums, (2 * pair + i) * 4, staging, lane);
+        });
+        numerics::ActivationValue<float> act[8];
+        {
+          const Words gate(gate_read[i]), up(up_read[i]);
+#pragma unroll
+          for (int w = 0; w < 4; ++w) {
+            act[2 * w] = numerics::activation<Kind>(parameters, gate.low(w), up.low(w));
+            act[2 * w + 1] = numerics::activation<Kind>(parameters, gate.high(w), up.high(w));
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < 8; ++j) hold(act[j]);
+        if (slab + 2 < slabs) fetch(i, slab + 2 + i);
+        __syncwarp();
         float d[8];
-        staged_floats(warp.staging, lane / 4 + 8 * i, octet, d);
+        staged_floats(staging, lane / 4, octet, d);
+        const int offset = (slab + i) * 32;
+        const bool there = offset + octet * 8 < columns;
+        Words d_gate(uint4{0, 0, 0, 0}), d_up(uint4{0, 0, 0, 0}), a(uint4{0, 0, 0, 0});
         dot[i] = 0.0f;
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
-          const auto low = numerics::activation<Kind>(data.activation, gate.low(w), up.low(w));
-          const auto high = numerics::activation<Kind>(data.activation, gate.high(w), up.high(w));
+          const auto &low = act[2 * w], &high = act[2 * w + 1];
           const std::uint32_t rounded = pack_bfloat16(low.value, high.value);
           dot[i] = fmaf(d[2 * w], low_bfloat16(rounded), dot[i]);
           dot[i] = fmaf(d[2 * w + 1], high_bfloat16(rounded), dot[i]);
-          const float d_low = weight[i] * d[2 * w], d_high = weight[i] * d[2 * w + 1];
-          gate.word[w] = pack_bfloat16(d_low * low.d_gate, d_high * high.d_gate);
-          if (gated) up.word[w] = pack_bfloat16(d_low * low.d_up, d_high * high.d_up);
-          a.word[w] = pack_bfloat16(weight[i] * (after_down ? low_bfloat16(rounded) : low.value),
-                                    weight[i] * (after_down ? high_bfloat16(rounded) : high.value));
+          const float d_low = weight * d[2 * w], d_high = weight * d[2 * w + 1];
+          d_gate.word[w] = pack_bfloat16(d_low * low.d_gate, d_high * high.d_gate);
+          if (gated) d_up.word[w] = pack_bfloat16(d_low * low.d_up, d_high * high.d_up);
+          a.word[w] = pack_bfloat16(weight * (after_down ? low_bfloat16(rounded) : low.value),
+                                    weight * (after_down ? high_bfloat16(rounded) : high.value));
         }
         if (!there) dot[i] = 0.0f;
-        // For the next step, while this one's sums are added up and stored.
-        const bf16* here = z_row[i] + offset;
-        if (slab + 1 < slabs) fetch(i, slab + 1);
-        if (there && first_row + 8 * i < work.rows) {
+        if (there && row_there) {
           if (dz) {
-            bf16* to = dz + (here - z);
-            store_16(to, gate.all());
-            if (gated) store_16(to + width, up.all());
+            bf16* to = dz + (z_row + offset - z);
+            store_16(to, d_gate.all());
+            if (gated) store_16(to + width, d_up.all());
           }
-          if (activated) store_16(a_row[i] + offset, a.all());
+          if (activated) store_16(a_row + offset, a.all());
         }
       }
+      // The sum over 64 columns is that of their halves.
 #pragma unroll
       for (int i = 0; i < 2; ++i) dot[i] += __shfl_xor_sync(~0u, dot[i], 1);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        dot[i] += __shfl_xor_sync(~0u, dot[i], 2);
-        if (slab % 2 == 1 && octet == 0 && first_row + 8 * i < work.rows && offset - 32 < columns) {
-          dprob_of_row<Ranks>(work, tensors, first_row + 8 * i, (work.column + offset - 32) / 64) = dot_before[i] + dot[i];
-        }
-        dot_before[i] = dot[i];
+      for (int i = 0; i < 2; ++i) dot[i] += __shfl_xor_sync(~0u, dot[i], 2);
+      if (octet == 0 && row_there && slab * 32 < columns) {
+        dprob_of_row<Ranks>(work, tensors, row, (work.column + slab * 32) / 64) = dot[0] + dot[1];
       }
-      __syncwarp();
     }
   }
 }
@@ -451,7 +460,9 @@ __device__ __forceinline__ void store_weight_gradient(const Sums<N>& sums, const
 #pragma unroll 1
     for (int slab = 0; slab * 32 < columns; ++slab) {
       with_constant<2 * all_slabs>(block * all_slabs + slab, [&](auto constant) {
-        deposit_float<N, constant.value / all_slabs, constant.value % all_slabs * 4>(sums, warp.staging, lane);
+        constexpr int m = constant.value / all_slabs, first = constant.value % all_slabs * 4;
+        deposit_float<N, m, 0>(sums, first, warp.staging, lane);
+        deposit_float<N, m, 1>(sums, first, warp.staging + 8 * 128, lane);
       });
       __syncwarp();
       const int column = slab * 32 + octet * 8;
