@@ -218,6 +218,7 @@ inline void round_logits(Problem& p) {
 struct RunOptions {
   std::vector<std::int64_t> tokens_of_rank;  // empty: one rank has all
   std::vector<std::int32_t> expert_rank;
+  std::vector<double> receive_capacity_factor;  // of each rank, or one for all; empty: chosen by the plan
   int workers = 1;
   std::int32_t tile_columns = 0;
   std::uint64_t shuffle_seed = 0;
@@ -242,6 +243,8 @@ struct RunOptions {
   std::function<void(int rank)> begin_rank = [](int) {};  // in the rank's thread, before anything else
   std::function<void*(std::uint64_t bytes)> scratch;  // where saved and the workspaces lie, unfilled; none: a Buffer
   std::function<void(const Plan&)> with_plan = [](const Plan&) {};  // once it is made
+  bool timeline = false;
+  std::function<void(const Plan&)> after_backward = [](const Plan&) {};  // of each rank, in its thread
   // Runs a pass; when it returns the results are there.
   std::function<void(const std::function<void()>& pass)> launch = [](const std::function<void()>& pass) { pass(); };
   std::function<void(int rank, const std::function<void()>& pass)> launch_of_rank;  // likewise, by the rank's own thread
@@ -316,6 +319,10 @@ inline RankPart run_rank(const Problem& p, const RunOptions& options, const Grou
   plan_options.device = options.device;
   plan_options.workers = options.workers;
   plan_options.recompute = options.recompute;
+  plan_options.timeline = options.timeline;
+  if (const auto& factors = options.receive_capacity_factor; !factors.empty()) {
+    plan_options.receive_capacity_factor = factors.size() == 1 ? factors[0] : factors[rank];
+  }
   plan_options.group = group;
   plan_options.group.set_timeout(options.timeout);
   if (options.passes_before) plan_options.group.transport()->start_after_pass(options.passes_before);
@@ -494,6 +501,7 @@ inline RankPart run_rank(const Problem& p, const RunOptions& options, const Grou
       launch([&] { plan.backward(in, saved.data(), up, grad, other.data(), stream); });
       if (!other.intact()) throw std::runtime_error("backward wrote beyond the workspace");
     }
+    options.after_backward(plan);
   }
   if (!saved.intact() || !workspace.intact()) throw std::runtime_error("a pass wrote beyond saved or workspace");
   for (const Tensor& t : owned) {

@@ -242,6 +242,9 @@ TEST(CommandLine, ScheduleOfSeveralRanks) {
   EXPECT_EQ(stages["down"]["tiles"], 8);
   EXPECT_EQ(stages["combine"]["tiles"], 6);
   EXPECT_EQ(json["backward"]["stages"]["dispatch"]["tiles"], 6);
+  // Rank 0 has two experts, and room for one's rows: backward makes the other's pre-activation again.
+  EXPECT_FALSE(json["backward"]["stages"].contains("gate_up"));
+  EXPECT_EQ(run(layer + "--ranks 3 --round-rows 128").json()["backward"]["stages"]["gate_up"]["tiles"], 1);
   // Waiting for another rank's signal takes time.
   const Json slow = run(layer + "--ranks 3 --signal-us 1000").json();
   EXPECT_GT(slow["forward"]["critical_path_ms"].get<double>(), json["forward"]["critical_path_ms"].get<double>() + 1.0);

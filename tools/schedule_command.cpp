@@ -35,6 +35,7 @@ struct ScheduleOptions {
   RunOptions run;
   int workers = 0, ranks = 1;
   std::int32_t tile_columns = 256, row_block = 128, group_blocks = schedule::TileShape{}.group_blocks;
+  std::int64_t round_rows = 0;
   double gflops = 0, gigabytes = 0, link_gigabytes = 0, overhead_us = -1, signal_us = -1;
   std::string picture;
 };
@@ -66,6 +67,7 @@ Batch make_passes(const LayerConfig& config, const ScheduleOptions& o, std::int6
   s.tile.row_block = o.row_block;
   s.tile.columns = s.tile.wgrad_rows = s.tile.wgrad_columns = o.tile_columns;
   s.tile.group_blocks = o.group_blocks;
+  s.round_rows = o.round_rows;
   s.recompute = o.run.recompute;
   s.want_gate_up_bias_grad = config.gate_up_bias;
   s.want_down_bias_grad = config.down_bias;
@@ -199,6 +201,7 @@ int run_schedule(const Streams& streams, const ScheduleOptions& o) {
                           {"signal_us", speed.signal * 1e6}}},
                         {"tile",
                          {{"rows", o.row_block}, {"columns", o.tile_columns}, {"group_blocks", o.group_blocks}}},
+                        {"round_rows", o.round_rows},
                         {"forward", to_json(forward, workers * o.ranks)},
                         {"backward", to_json(backward, workers * o.ranks)},
                         {"config", tools::to_json(config)}}
@@ -237,6 +240,12 @@ void add_schedule(CLI::App& program, Streams streams, Run& run) {
       ->capture_default_str();
   command->add_option("--group-blocks", options->group_blocks, "row blocks that pass from stage to stage together")
       ->check(CLI::Range(1, 1 << 20))
+      ->capture_default_str();
+  command
+      ->add_option("--round-rows", options->round_rows,
+                   "routed rows that a rank has room for, at least --row-block; those beyond take further rounds; 0: room for "
+                   "all")
+      ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 40))
       ->capture_default_str();
   command->add_option("--gflops", options->gflops, "of one worker; 0: 60 for the CPU, 4500 for the GPU")
       ->check(CLI::NonNegativeNumber);

@@ -250,6 +250,10 @@ typedef struct moelith_plan_options {
   /* The rank that holds each expert, [E]; NULL: contiguous, the first E % R ranks hold one more. */
   const int32_t* expert_rank;
   int32_t expert_rank_count; /* E, or 0 with NULL */
+  /* Several ranks: the routed rows that buffers have room for, as a multiple of those that a balanced routing brings; rows
+   * beyond are worked through in rounds, with the same bits. 0: chosen by the plan; infinity: room for every row that may
+   * come. include/moelith/layer.hpp says it all. */
+  double receive_capacity_factor;
 } moelith_plan_options_t;
 
 /* Bytes, for a call with T tokens. Buffers must be aligned to 256 bytes and need no initialisation. */

@@ -153,6 +153,9 @@ class PlanOptions:
         many as come (plans are made for 64, 128, 256, ... tokens as needed).
     workers: CPU threads, or SMs of the GPU; 0: all that the process may use.
     recompute: keep x and the routing table only; backward runs gate_up again.
+    receive_capacity_factor: several ranks: the routed rows that buffers have room for, as a multiple of those that a
+        balanced routing brings a rank; rows beyond are worked through in rounds. 0: 1.25; math.inf: room for every row
+        that may come.
     group: a moelith.Group; None: a group of one rank.
     expert_rank: the rank of each expert; empty: contiguous blocks of experts.
     tile_columns, shuffle_seed: for tests and tuning.
@@ -161,6 +164,7 @@ class PlanOptions:
     max_tokens: int | None = None
     workers: int = 0
     recompute: bool = False
+    receive_capacity_factor: float = 0.0
     group: object = None
     expert_rank: tuple[int, ...] = ()
     tile_columns: int = 0

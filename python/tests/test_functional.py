@@ -653,6 +653,13 @@ def bad(name, pattern, config=BASE, exception=ValueError, **arguments):
         bad("groups", "num_groups.*4", config=with_router(kind="sigmoid", num_groups=4, top_groups=2)),
         bad("max_tokens", "12.*max_tokens = 10", options=PlanOptions(max_tokens=10)),
         bad("workers", "workers.*-1", options=PlanOptions(workers=-1)),
+        bad("factor", "receive_capacity_factor: got -1,.*infinity", options=PlanOptions(receive_capacity_factor=-1.0)),
+        bad(
+            "type of factor",
+            "receive_capacity_factor: '2'.*float",
+            exception=TypeError,
+            options=PlanOptions(receive_capacity_factor="2"),
+        ),
         bad("main gradient name", "main_gradients: 'x'", main_gradients={"x": torch.zeros(1)}),
         bad("main gradient shape", r"main_gradients\['down_proj'\]", main_gradients={"down_proj": torch.zeros(1)}),
         bad("main gradient dtype", "float32.*float64", main_gradients={"down_proj": torch.zeros(6, 16, 24)}),

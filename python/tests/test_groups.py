@@ -1,6 +1,7 @@
 """Expert parallelism between ranks that are threads of this process, through the Python interface."""
 
 import dataclasses
+import math
 import signal
 import threading
 import time
@@ -109,6 +110,37 @@ def test_E3_ranks_equal_one_rank_on_the_joined_batch(config, tokens, expert_rank
     for name, total in shared_sums.items():
         tolerance = 1e-12 if dtype == torch.float64 else 2e-2
         assert (total - wanted[name].double()).norm() <= tolerance * wanted[name].double().norm(), name
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
+def test_rows_beyond_the_receive_capacity_take_further_rounds(recompute):
+    """Of 600 tokens, nearly all for the experts of rank 0: the same bits, in less memory."""
+    config = dataclasses.replace(BASE, gate_up_bias=True, down_bias=True)
+    tensors = tensors_of(config, 600, dtype=torch.float32)
+    with torch.no_grad():
+        tensors["router_logits"][:, :3] += 5.0
+    expected, wanted = one_rank(config, tensors)
+    tokens, starts = (400, 200), (0, 400)
+    workspace = {}
+    for factor in (0.3, 0.0, math.inf):
+
+        def rank_pass(rank, group, factor=factor):
+            options = PlanOptions(
+                group=group, max_tokens=400, workers=1, recompute=recompute, receive_capacity_factor=factor
+            )
+            plan = group.plan(config.key, options.key, torch.float32, "cpu", tokens[rank])
+            rows = slice(starts[rank], starts[rank] + tokens[rank])
+            share = share_of_rank(tensors, rows, plan.local_experts)
+            y = MF.moe(config=config, options=options, **share)
+            y.backward(upstream(600, torch.float32)[rows])
+            assert torch.equal(y, expected.y[rows])
+            for name, gradient in leaves(share).items():
+                part = rows if name in PER_TOKEN else plan.local_experts
+                assert torch.equal(gradient.grad, wanted[name][part]), name
+            return plan.buffer_sizes(tokens[rank]).workspace
+
+        workspace[factor] = on_ranks(Group.threads(2), rank_pass)[0]
+    assert workspace[0.3] < workspace[0.0] < workspace[math.inf]
 
 
 def test_modules_hold_their_rank_s_experts():

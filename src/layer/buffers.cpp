@@ -35,7 +35,7 @@ SavedBuffer SavedBuffer::of(const Geometry& g, bool keep) {
   Places places;
   SavedBuffer saved;
   saved.stamp = places.add(sizeof(Stamp));
-  saved.layout_header = places.add(8 * schedule::Layout::header_length(g.ranks, g.local_experts));
+  saved.layout_header = places.add(8 * schedule::Layout::header_length(g.ranks, g.local_experts, g.sizes.max_rounds));
   saved.row_route = places.add(4 * g.rows());
   saved.row_weight = places.add(accumulator * g.rows());
   saved.row_rank = places.add_if(g.sizes.peer_access, g.rows());
@@ -46,7 +46,7 @@ SavedBuffer SavedBuffer::of(const Geometry& g, bool keep) {
   const std::uint64_t table = places.size();
   const bool keep_pre_activation = keep && !g.recompute;
   saved.pre_activation =
-      places.add_if(keep_pre_activation, element * g.rows() * g.config.gate_up_rows(g.config.intermediate_size));
+      places.add_if(keep_pre_activation, element * g.held_rows() * g.config.gate_up_rows(g.config.intermediate_size));
   for (const auto& shared : g.config.shared_experts) {
     saved.shared_pre_activation.push_back(
         places.add_if(keep_pre_activation, element * g.tokens * g.config.gate_up_rows(shared.intermediate_size)));
@@ -55,7 +55,12 @@ SavedBuffer SavedBuffer::of(const Geometry& g, bool keep) {
   saved.received_x = places.add_if(g.sizes.has_transfers(), element * g.received_rows() * g.config.hidden_size);
   saved.needed = places.add_if(g.sizes.has_transfers(), g.received_rows());
   saved.size = places.size();
-  saved.formula = "pre-activation " + std::to_string(pre_activation) + " + routing table " + std::to_string(table) +
+  std::string rows_kept;
+  if (keep_pre_activation && g.sizes.has_rounds()) {
+    rows_kept = " (of " + std::to_string(g.held_rows()) + " routed rows out of " + std::to_string(g.rows()) +
+                " that may come; backward makes the others' again)";
+  }
+  saved.formula = "pre-activation " + std::to_string(pre_activation) + rows_kept + " + routing table " + std::to_string(table) +
                   " + rows received from other ranks " + std::to_string(saved.size - table - pre_activation) + " = " +
                   std::to_string(saved.size) + " bytes (x itself stays where the caller has it)";
   return saved;
@@ -68,7 +73,7 @@ ForwardWorkspace ForwardWorkspace::of(const Geometry& g, std::uint64_t router_sc
   ForwardWorkspace workspace;
   workspace.local_counters = places.add(8 * map.local_size);
   workspace.arrivals = places.add(8 * map.arrivals_size);
-  workspace.activated = places.add(element * g.rows() * g.config.intermediate_size);
+  workspace.activated = places.add(element * g.held_rows() * g.config.intermediate_size);
   workspace.route_rows = places.add_if(g.ranks == 1, element * g.routes() * g.config.hidden_size);
   for (const auto& shared : g.config.shared_experts) {
     workspace.shared_activated.push_back(places.add(element * g.tokens * shared.intermediate_size));
@@ -91,9 +96,17 @@ BackwardWorkspace BackwardWorkspace::of(const Geometry& g, std::uint64_t router_
   BackwardWorkspace workspace;
   workspace.local_counters = places.add(8 * map.local_size);
   workspace.arrivals = places.add(8 * map.arrivals_size);
-  workspace.pre_activation = places.add_if(g.recompute, element * g.rows() * pre_width);
-  workspace.activated = places.add(element * g.rows() * width);
-  workspace.d_pre_activation = places.add(element * g.rows() * pre_width);
+  workspace.pre_activation = places.add_if(g.recompute, element * g.held_rows() * pre_width);
+  workspace.activated = places.add(element * g.held_rows() * width);
+  workspace.d_pre_activation = places.add(element * g.held_rows() * pre_width);
+  for (Sums& sums : workspace.sums) {
+    const bool rounds = g.sizes.has_rounds();
+    const std::int64_t hidden = g.config.hidden_size;
+    sums.gate_up = places.add_if(rounds, accumulator * pre_width * hidden);
+    sums.gate_up_bias = places.add_if(rounds && g.config.gate_up_bias, accumulator * pre_width);
+    sums.down = places.add_if(rounds, accumulator * hidden * width);
+    sums.down_bias = places.add_if(rounds && g.config.down_bias, accumulator * hidden);
+  }
   workspace.route_rows = places.add_if(g.ranks == 1, element * g.routes() * g.config.hidden_size);
   workspace.route_dprob = places.add_if(g.ranks == 1, accumulator * g.routes() * g.dprob_groups(width));
   for (const auto& shared : g.config.shared_experts) {

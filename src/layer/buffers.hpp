@@ -21,12 +21,14 @@ struct Geometry {
   std::int32_t ranks = 1, local_experts = 0;
   bool recompute = false;
   std::int64_t tokens = 0;          // T of this rank
-  std::int64_t global_tokens = 0;   // the most that all ranks together may have
+  std::int64_t global_tokens = 0;   // the most that all ranks together may have in this call
   std::int64_t max_chunks = 0;      // chunks of the rank with the largest max_tokens
   schedule::Sizes sizes;            // for the counters
 
   std::int64_t routes() const { return tokens * config.top_k; }               // slots of this rank's tokens
   std::int64_t rows() const { return global_tokens * config.top_k; }          // routed rows that may come here, at most
+  // Of those, the rows that pre-activation, activation and their gradients have room for at a time.
+  std::int64_t held_rows() const { return sizes.has_rounds() ? sizes.round_rows : rows(); }
   std::int64_t received_rows() const { return ranks * max_chunks * sizes.chunk_tokens; }
   std::int64_t dprob_groups(std::int64_t width) const;
 };
@@ -47,7 +49,7 @@ struct SavedBuffer {
   std::uint64_t topk_ids, topk_weights, chosen_ids;     // int32 [T, k], T [T, k], int32 [T, k]
   std::uint64_t counts;                                 // int64 [E + 1]: routes before capacity, and valid tokens, as the
                                                         // aux loss counts them (of all ranks for the global one)
-  std::uint64_t pre_activation;                         // [rows, F I]; absent when recomputing
+  std::uint64_t pre_activation;                         // [held rows, F I] of the first round; absent when recomputing
   std::vector<std::uint64_t> shared_pre_activation;     // S x [T, F I_s]
   std::uint64_t received_x, needed;                     // ranks with transfers: [R, .., H] and bytes [R, ..]
   std::uint64_t size;
@@ -59,7 +61,7 @@ struct SavedBuffer {
 
 struct ForwardWorkspace {
   std::uint64_t local_counters, arrivals;
-  std::uint64_t activated;                              // [rows, I]
+  std::uint64_t activated;                              // [held rows, I]
   std::vector<std::uint64_t> shared_activated;          // S x [T, I_s]
   std::uint64_t route_rows;                             // one rank: [T k, H]
   std::vector<std::uint64_t> shared_rows;               // S x [T, H]
@@ -72,9 +74,15 @@ struct ForwardWorkspace {
 
 struct BackwardWorkspace {
   std::uint64_t local_counters, arrivals;
-  std::uint64_t pre_activation;                         // when recomputing
+  std::uint64_t pre_activation;                         // [held rows, F I] of the first round, when recomputing
   std::vector<std::uint64_t> shared_pre_activation;
-  std::uint64_t activated, d_pre_activation;            // [rows, I], [rows, F I]
+  std::uint64_t activated, d_pre_activation;            // [held rows, I], [held rows, F I]
+  // With rounds, of the expert that goes on in the next one, twice: sums of its gradients in the accumulator dtype. Their
+  // size does not depend on the number of tokens.
+  struct Sums {
+    std::uint64_t gate_up, gate_up_bias, down, down_bias;  // [F I, H], [F I], [H, I], [H]
+  };
+  Sums sums[2];
   std::vector<std::uint64_t> shared_activated, shared_d_pre_activation;
   std::uint64_t route_rows, route_dprob;                // one rank: [T k, H], [T k, groups]
   std::vector<std::uint64_t> shared_rows, shared_dprob;

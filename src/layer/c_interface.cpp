@@ -106,6 +106,9 @@ void check_struct_size(std::size_t struct_size, std::size_t oldest, std::size_t 
 
 template <class T>
 constexpr std::size_t oldest_size = sizeof(T);  // of a struct that has not grown
+// It ended with expert_rank_count, and what fills up to the alignment of pointers.
+template <>
+constexpr std::size_t oldest_size<moelith_plan_options_t> = offsetof(moelith_plan_options_t, receive_capacity_factor);
 // These ended before `bound`.
 template <>
 constexpr std::size_t oldest_size<moelith_inputs_t> = offsetof(moelith_inputs_t, bound);
@@ -359,6 +362,7 @@ PlanOptions options_of(const moelith_plan_options_t& c) {
   options.device = enumerator(c.device, DeviceKind::cuda, "options.device");
   options.workers = c.workers;
   options.recompute = c.recompute != 0;
+  options.receive_capacity_factor = c.receive_capacity_factor;
   options.tile_columns = c.tile_columns;
   options.shuffle_seed = c.shuffle_seed;
   if (c.group != nullptr) options.group = c.group->group;

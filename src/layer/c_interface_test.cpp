@@ -228,6 +228,17 @@ TEST(CInterface, FailuresHaveAStatusAndAText) {
   EXPECT_EQ(moelith_plan_create(nullptr, &options, &plan), MOELITH_INVALID_ARGUMENT);
   EXPECT_STREQ(moelith_last_error(), "config is NULL; accepted: a valid pointer");
   EXPECT_EQ(plan, nullptr);
+  config = c_config();
+  options.receive_capacity_factor = -0.5;
+  EXPECT_EQ(moelith_plan_create(&config, &options, &plan), MOELITH_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(moelith_last_error()).find("receive_capacity_factor: got -0.5, accepted is 0 ("), std::string::npos);
+  // A caller of the header that did not have it yet has whatever there.
+  options.struct_size = offsetof(moelith_plan_options_t, receive_capacity_factor);
+  EXPECT_EQ(moelith_plan_create(&config, &options, &plan), MOELITH_OK) << moelith_last_error();
+  moelith_plan_destroy(plan);
+  options.struct_size -= 8;
+  EXPECT_EQ(moelith_plan_create(&config, &options, &plan), MOELITH_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(moelith_last_error()).find("options.struct_size is "), std::string::npos);
   EXPECT_EQ(moelith_forward(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr), MOELITH_INVALID_ARGUMENT);
   EXPECT_STREQ(moelith_last_error(), "plan is NULL; accepted: a valid pointer");
 

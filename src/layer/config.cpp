@@ -1,8 +1,9 @@
 #include "moelith/config.hpp"
 
-#include <charconv>
 #include <cmath>
 #include <utility>
+
+#include "layer/number_text.hpp"
 
 namespace moelith {
 namespace {
@@ -55,10 +56,7 @@ E value_of(const Name<E> (&names)[N], const std::string& name, const char* what)
   throw Error(Status::invalid_argument, std::string(what) + " is \"" + name + "\"; accepted: " + accepted(names));
 }
 
-std::string text_of(double value) {
-  char buffer[64];  // the shortest text that reads back as the same number
-  return std::string(buffer, std::to_chars(buffer, buffer + sizeof buffer, value).ptr);
-}
+std::string text_of(double value) { return layer::number_text(value); }
 std::string text_of(std::int64_t value) { return std::to_string(value); }
 std::string text_of(std::int32_t value) { return std::to_string(value); }
 

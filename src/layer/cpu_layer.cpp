@@ -352,7 +352,7 @@ class CpuLayer final : public DeviceLayer {
     data.pass.sizes = geometry.sizes;
     data.pass.sizes.direction = direction;
     data.pass.layout = schedule::Layout::at(at<std::int64_t>(saved, kept.layout_header), at<std::int32_t>(saved, kept.row_route),
-                                            geometry.ranks, geometry.local_experts);
+                                            geometry.ranks, geometry.local_experts, geometry.sizes.max_rounds);
     data.activation = activation_;
     data.weight_placement = config_.weight_placement;
     data.num_experts = config_.num_experts;
@@ -493,6 +493,11 @@ class CpuLayer final : public DeviceLayer {
     for (std::int32_t e = 0; e < geometry.local_experts; ++e) {
       set_targets(data.slots[e], w, w.bound, e, config_.intermediate_size);
       data.slots[e].d_pre_activation = at<Storage>(workspace, scratch.d_pre_activation);
+      data.slots[e].later_pre_activation = data.slots[e].d_pre_activation;
+    }
+    for (int n = 0; n < 2; ++n) {
+      data.sums[n] = {at<T>(workspace, scratch.sums[n].gate_up), at<T>(workspace, scratch.sums[n].gate_up_bias),
+                      at<T>(workspace, scratch.sums[n].down), at<T>(workspace, scratch.sums[n].down_bias)};
     }
     for (std::size_t s = 0; s < shared_count_; ++s) {
       auto& slot = data.slots[geometry.local_experts + s];

@@ -1,12 +1,16 @@
 #include "layer/plan.hpp"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
 #include <string>
 
 #include "layer/bound_experts.hpp"
 #include "layer/expert_placement.hpp"
 #include "layer/fingerprint.hpp"
 #include "layer/layer_sizes.hpp"
+#include "layer/number_text.hpp"
 
 namespace moelith {
 namespace {
@@ -30,6 +34,16 @@ void validate(const LayerConfig& config, const PlanOptions& options) {
     refuse("tile_columns", std::to_string(options.tile_columns), "0 (chosen by the plan), or a multiple of 64 up to 1024");
   }
   const int ranks = options.group.size();
+  const double factor = options.receive_capacity_factor;
+  if (!(factor >= 0)) {
+    refuse("receive_capacity_factor", layer::number_text(factor),
+           "0 (chosen by the plan), a number above 0, or infinity (room for every row that may come)");
+  }
+  if (options.device == DeviceKind::cuda && ranks > 1 && factor > 0 && std::isfinite(factor)) {
+    throw Error(Status::unsupported, "receive_capacity_factor: got " + layer::number_text(factor) +
+                                         ", accepted on a GPU is 0 or infinity: its buffers have room for every row that "
+                                         "may come, and its kernels take all of them in one round");
+  }
   if (options.expert_rank.empty()) return;
   if (options.expert_rank.size() != static_cast<std::size_t>(config.num_experts)) {
     refuse("expert_rank", std::to_string(options.expert_rank.size()) + " entries", experts + ", one for each expert");
@@ -71,6 +85,7 @@ std::uint64_t saved_mark(const Plan::Impl& plan) {
   f.add(plan.options.recompute).add(plan.options.group.size()).add(plan.options.group.rank());
   if (plan.options.group.size() > 1) {
     for (std::int64_t tokens : plan.max_tokens_of_rank) f.add(tokens);
+    f.add(plan.receive_capacity_factor());
   }
   return f.value();
 }
@@ -111,6 +126,13 @@ std::unique_ptr<layer::DeviceLayer> make_device(const Plan::Impl& plan) {
 
 }  // namespace
 
+double Plan::Impl::receive_capacity_factor() const {
+  constexpr double all = std::numeric_limits<double>::infinity();
+  if (options.group.size() == 1) return all;
+  if (options.receive_capacity_factor > 0) return options.receive_capacity_factor;
+  return options.device == DeviceKind::cpu ? 1.25 : all;
+}
+
 layer::Geometry Plan::Impl::geometry(std::int64_t tokens, const schedule::TileShape& tile) const {
   layer::Geometry g;
   g.config = config;
@@ -133,6 +155,15 @@ layer::Geometry Plan::Impl::geometry(std::int64_t tokens, const schedule::TileSh
   s.tile = tile;
   s.max_chunks = g.max_chunks = schedule::ceil_div(most, s.chunk_tokens);
   s.max_row_blocks = g.rows() / tile.row_block + g.local_experts;
+  // Not of this call either: what has room for its rows has room for those of a smaller call.
+  const std::int64_t all_tokens = std::accumulate(max_tokens_of_rank.begin(), max_tokens_of_rank.end(), std::int64_t(0));
+  const double balanced = double(all_tokens * config.top_k) * g.local_experts / config.num_experts;
+  const double wanted = std::ceil(receive_capacity_factor() * balanced);
+  std::int64_t room = g.rows();
+  if (wanted < double(room)) {  // whole row blocks, and at least one
+    room = schedule::ceil_div(std::int64_t(wanted), tile.row_block) * tile.row_block;
+  }
+  s.set_room(g.rows(), room);
   s.recompute = options.recompute;
   return g;
 }

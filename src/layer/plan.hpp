@@ -46,6 +46,8 @@ class Plan::Impl {
   std::unique_ptr<layer::DeviceLayer> device;
 
   transport::Transport& transport() const { return *options.group.transport(); }
+  // The factor that options.receive_capacity_factor stands for; infinity: room for all rows.
+  double receive_capacity_factor() const;
   // Of a call with T tokens, for tiles of the given shape; sizes as for a backward of everything.
   layer::Geometry geometry(std::int64_t tokens, const schedule::TileShape& tile) const;
 };

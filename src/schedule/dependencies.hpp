@@ -14,6 +14,14 @@
 // Each output is written exactly once: a tile owns the [rows, columns] rectangle of its stage's output that its indices
 // name; rectangles of one stage do not overlap and cover the whole (tile_order.hpp decodes each index to another tile).
 // Slots: route (t, j) belongs to one expert, so one row; its columns belong to one tile each.
+//
+// With several rounds a place of the row buffers (the activation, in backward also dZ, where gate_up of a later round puts
+// the pre-activation first) is written once a round. round_done counts the tiles of a round that read places, or write
+// what the others of them read; gate_up of the next round, which is the first to write there, waits for all of them. So
+// nobody writes a place that is still to be read, nor, since each round has waited for the one before it, one of an
+// earlier round. The other tiles of a round have waited for a gate_up tile of it. That goes for the sums of an expert
+// that goes on in the next round too, of which there are two places: a round reads the one that the round before it wrote,
+// and writes the other, which was read last by the round before it.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +35,7 @@ namespace moelith::schedule {
 // Offsets into the three counter arrays of a rank.
 struct CounterMap {
   // local
-  std::int64_t layout_ready, collected, dispatched, gate_up_done, down_dgrad_done, local_size;
+  std::int64_t layout_ready, collected, dispatched, gate_up_done, down_dgrad_done, round_done, local_size;
   // arrivals
   std::int64_t rows_arrived, dprob_arrived, arrivals_size;
   // flags
@@ -41,7 +49,8 @@ struct CounterMap {
     map.dispatched = map.collected + sizes.local_experts;
     map.gate_up_done = map.dispatched + (sizes.has_transfers() ? sizes.ranks * sizes.max_chunks : 0);
     map.down_dgrad_done = map.gate_up_done + blocks;
-    map.local_size = map.down_dgrad_done + blocks;
+    map.round_done = map.down_dgrad_done + blocks;
+    map.local_size = map.round_done + sizes.max_rounds;
     map.rows_arrived = 0;
     map.dprob_arrived = sizes.hidden_tiles();
     map.arrivals_size = map.dprob_arrived + 1;
@@ -63,6 +72,17 @@ MOELITH_HD inline std::int64_t block_index(const Pass& pass, std::int32_t slot, 
 MOELITH_HD inline std::int64_t arriving_blocks(const Pass& pass) {
   return *pass.layout.arrivals +
          pass.sizes.shared_experts * ceil_div(*pass.layout.valid_tokens, pass.sizes.tile.row_block);
+}
+
+// Tiles of a round that raise its round_done: all but gate_up's, which down and down_dgrad wait for.
+MOELITH_HD inline std::int64_t tiles_after_gate_up(const Pass& pass, std::int32_t number) {
+  const Round round = round_of(pass, number);
+  const Pipeline p = pipeline_of(pass, round);
+  std::int64_t count = p.size() - p.columns[0] * p.blocks;
+  if (pass.sizes.direction == Direction::backward) {
+    count += weight_gradient_tile_count(pass.sizes, round.expert_end - round.expert_begin, false);
+  }
+  return count;
 }
 
 enum class CounterArray : std::uint8_t { local, arrivals, flags };
@@ -105,6 +125,11 @@ MOELITH_HD bool for_each_wait(const Pass& pass, const CounterMap& map, const Til
     }
     return true;
   };
+  // The places of the round before this one are free.
+  auto places_free = [&]() -> bool {
+    if (!sizes.has_rounds() || shared || tile.round == 0) return true;
+    return local(map.round_done + tile.round - 1, 1, tiles_after_gate_up(pass, tile.round - 1));
+  };
   // All `tiles` column tiles of the earlier stage, for this row block.
   auto block_done = [&](std::int64_t counters, std::int64_t tiles) -> bool {
     return local(counters + block_index(pass, tile.expert, tile.row_block), 1, tiles);
@@ -122,16 +147,21 @@ MOELITH_HD bool for_each_wait(const Pass& pass, const CounterMap& map, const Til
           Wait{CounterArray::flags, map.chunk_ready + tile.expert * sizes.max_chunks + tile.row_block, 1, 0, tile.expert});
     case Stage::gate_up:
       // In backward x was kept by forward; the pre-activation alone is made anew.
-      return sizes.direction == Direction::backward || dispatched_rows();
+      return (sizes.direction == Direction::backward || dispatched_rows()) && places_free();
     case Stage::down: return block_done(map.gate_up_done, sizes.gate_up_tiles(tile.expert));
-    case Stage::down_dgrad: return dispatched_rows() && (!sizes.recompute || block_done(map.gate_up_done, sizes.gate_up_tiles(tile.expert)));
+    case Stage::down_dgrad:
+      return dispatched_rows() && (!sizes.makes_pre_activation(tile.round) ||
+                                   block_done(map.gate_up_done, sizes.gate_up_tiles(tile.expert)));
     case Stage::gate_up_dgrad: return block_done(map.down_dgrad_done, sizes.down_dgrad_tiles(tile.expert));
     case Stage::gate_up_wgrad:
     case Stage::down_wgrad:
     case Stage::gate_up_bias_grad:
     case Stage::down_bias_grad: {
-      const std::int64_t blocks = ceil_div(pass.expert_rows(tile.expert).size(), sizes.tile.row_block);
-      return blocks == 0 || local(map.down_dgrad_done + block_index(pass, tile.expert, 0), blocks,
+      const RowRange rows = summed_rows(pass, tile);
+      const std::int64_t blocks = ceil_div(rows.size(), sizes.tile.row_block);
+      std::int64_t first = 0;
+      if (sizes.has_rounds()) first = quotient(rows.begin - pass.expert_rows(tile.expert).begin, sizes.tile.row_block);
+      return blocks == 0 || local(map.down_dgrad_done + block_index(pass, tile.expert, first), blocks,
                                   sizes.down_dgrad_tiles(tile.expert));
     }
     case Stage::combine: {
@@ -171,6 +201,9 @@ MOELITH_HD void for_each_signal(const Pass& pass, const CounterMap& map, const T
       if (begin < end) raise(Signal{CounterArray::arrivals, r, index});
     }
   };
+  auto round_done = [&] {
+    if (sizes.has_rounds() && !sizes.is_shared(tile.expert)) local(map.round_done + tile.round);
+  };
   switch (tile.stage) {
     case Stage::publish:
       for (std::int32_t r = 0; r < sizes.ranks; ++r) {
@@ -182,17 +215,21 @@ MOELITH_HD void for_each_signal(const Pass& pass, const CounterMap& map, const T
     case Stage::collect: local(map.collected + tile.expert); break;
     case Stage::dispatch: local(map.dispatched + tile.expert * sizes.max_chunks + tile.row_block); break;
     case Stage::gate_up: local(map.gate_up_done + block_index(pass, tile.expert, tile.row_block)); break;
-    case Stage::down: arrivals(map.rows_arrived + tile.column_block); break;
     case Stage::down_dgrad:
       local(map.down_dgrad_done + block_index(pass, tile.expert, tile.row_block));
+      round_done();
       arrivals(map.dprob_arrived);
       break;
-    case Stage::gate_up_dgrad: arrivals(map.rows_arrived + tile.column_block); break;
-    case Stage::combine:
+    case Stage::down:
+    case Stage::gate_up_dgrad:
+      round_done();
+      arrivals(map.rows_arrived + tile.column_block);
+      break;
     case Stage::gate_up_wgrad:
     case Stage::down_wgrad:
     case Stage::gate_up_bias_grad:
-    case Stage::down_bias_grad: break;
+    case Stage::down_bias_grad: round_done(); break;
+    case Stage::combine: break;
   }
 }
 

@@ -7,6 +7,8 @@
 //   row           one (token, routed expert) pair of a local expert. An expert's rows stand in global token order: by
 //                 source rank, then token, then slot j. Experts follow each other without padding.
 //   row block     up to `row_block` consecutive rows of one expert; blocks never cross experts.
+//   round         consecutive row blocks of the routed experts whose rows fit together into the row buffers of a rank,
+//                 as many as fit. Where these have room for all rows that may come (Sizes::round_rows) there is one.
 //   chunk         `chunk_tokens` consecutive tokens of one rank, the unit in which rows travel between ranks.
 #pragma once
 
@@ -82,6 +84,9 @@ struct Sizes {
   std::int32_t chunk_tokens = 64;
   std::int64_t max_chunks = 0;                           // chunks of the rank with the largest max_tokens
   std::int64_t max_row_blocks = 0;                       // upper bound of this rank's routed row blocks
+  std::int64_t round_rows = 0;                           // routed rows that row buffers have room for, at least a row
+                                                         // block; 0: for all that may come (set_room)
+  std::int64_t max_rounds = 0;                           // upper bound of this rank's rounds; 0 with round_rows = 0
   TileShape tile;
 
   // Backward only: which results are wanted. down_dgrad always runs, since all of them need it.
@@ -89,6 +94,27 @@ struct Sizes {
   bool want_dx = true;
   bool want_gate_up_wgrad = true, want_down_wgrad = true;
   bool want_gate_up_bias_grad = false, want_down_bias_grad = false;
+
+  // Row buffers have room for `room` of the up to `rows` routed rows that may come here, and for a row block at least. Two
+  // neighbouring rounds have more rows than that together, since the first block of the second did not fit into the first.
+  void set_room(std::int64_t rows, std::int64_t room) {
+    room = max_of(room, tile.row_block);
+    round_rows = room < rows ? room : 0;
+    max_rounds = room < rows ? 2 * quotient(rows, room + 1) + 1 : 0;
+  }
+  // Whether there may be more than one round. The sm_90a kernels have none but the first, and what would not be used
+  // costs them no register: a plan on a GPU has room for all rows (plan.cpp).
+  MOELITH_HD constexpr bool has_rounds() const {
+#if defined(__CUDA_ARCH__)
+    return false;
+#else
+    return round_rows > 0;
+#endif
+  }
+  // Whether a pass makes the pre-activation of a round's routed rows: backward finds that of the first round kept.
+  MOELITH_HD bool makes_pre_activation(std::int32_t round) const {
+    return direction == Direction::forward || recompute || (has_rounds() && round > 0);
+  }
 
   // Whether tables and rows travel by tiles of their own: publish, layout, collect, dispatch.
   MOELITH_HD bool has_transfers() const { return ranks > 1 && !peer_access; }
@@ -116,13 +142,19 @@ struct Layout {
   std::int64_t* block_begin;    // [L + 1] first row block of each local expert; [L] is their number
   std::int64_t* chunk_begin;    // [R + 1] first dispatch tile of each source rank (this rank itself has none)
   std::int64_t* arrivals;       // [1] row blocks, over all ranks and their routed experts, that hold rows of this rank
+  std::int64_t* rounds;         // [1] number of rounds, at least 1; this and the next two with Sizes::has_rounds only
+  std::int64_t* round_block;    // [rounds + 1] first row block of each round, over all experts; then their number
+  std::int64_t* round_row;      // [rounds + 1] first row of each round; then their number
   std::int32_t* row_route;      // [rows] t * k + j at the row's source rank
 
   // Number of int64 values that the arrays before row_route need together.
-  static MOELITH_HD constexpr std::int64_t header_length(std::int32_t ranks, std::int32_t local_experts) {
-    return 1 + ranks + std::int64_t(local_experts) * (ranks + 1) + (local_experts + 1) + (ranks + 1) + 1;
+  static MOELITH_HD constexpr std::int64_t header_length(std::int32_t ranks, std::int32_t local_experts,
+                                                         std::int64_t max_rounds = 0) {
+    const std::int64_t rounds = max_rounds > 0 ? 1 + 2 * (max_rounds + 1) : 0;
+    return 1 + ranks + std::int64_t(local_experts) * (ranks + 1) + (local_experts + 1) + (ranks + 1) + 1 + rounds;
   }
-  static MOELITH_HD Layout at(std::int64_t* header, std::int32_t* row_route, std::int32_t ranks, std::int32_t local_experts) {
+  static MOELITH_HD Layout at(std::int64_t* header, std::int32_t* row_route, std::int32_t ranks, std::int32_t local_experts,
+                              std::int64_t max_rounds = 0) {
     Layout layout;
     layout.valid_tokens = header;
     layout.tokens_of_rank = layout.valid_tokens + 1;
@@ -130,6 +162,9 @@ struct Layout {
     layout.block_begin = layout.source_begin + std::int64_t(local_experts) * (ranks + 1);
     layout.chunk_begin = layout.block_begin + local_experts + 1;
     layout.arrivals = layout.chunk_begin + ranks + 1;
+    layout.rounds = layout.arrivals + 1;
+    layout.round_block = layout.rounds + 1;
+    layout.round_row = layout.round_block + max_rounds + 1;
     layout.row_route = row_route;
     return layout;
   }
@@ -154,6 +189,7 @@ struct Pass {
     return {source_begin(slot, 0), source_begin(slot, sizes.ranks)};
   }
   MOELITH_HD std::int64_t routed_blocks() const { return layout.block_begin[sizes.local_experts]; }
+  MOELITH_HD std::int32_t rounds() const { return sizes.has_rounds() ? static_cast<std::int32_t>(*layout.rounds) : 1; }
   // The rank that a routed row of an expert came from.
   MOELITH_HD std::int32_t source_rank(std::int32_t expert, std::int64_t row) const {
     std::int32_t rank = 0;
@@ -185,7 +221,8 @@ MOELITH_HD void fill_layout(const Sizes& sizes, const Layout& layout, std::int32
                             const std::int32_t* expert_rank, Counts counts) {
   Extent all;
   std::int64_t arrivals = 0;
-  std::int32_t local = 0;
+  std::int32_t local = 0, rounds = 1;
+  if (sizes.has_rounds()) layout.round_block[0] = layout.round_row[0] = 0;
   for (std::int32_t e = 0; e < num_experts; ++e) {
     std::int64_t before = 0, mine_begin = 0, mine_end = 0;  // rows of this expert, wherever it lives
     const bool is_local = expert_rank[e] == sizes.rank;
@@ -199,11 +236,24 @@ MOELITH_HD void fill_layout(const Sizes& sizes, const Layout& layout, std::int32
     if (is_local) {
       layout.source_begin[std::int64_t(local) * (sizes.ranks + 1) + sizes.ranks] = all.rows + before;
       layout.block_begin[local] = all.blocks;
+      // Where the last round has no room for the rest of the expert, the next one begins with the first block that does
+      // not fit. A round that begins with the expert takes at least one: there is room for a block.
+      while (sizes.has_rounds() && all.rows + before - layout.round_row[rounds - 1] > sizes.round_rows) {
+        const std::int64_t fit = quotient(layout.round_row[rounds - 1] + sizes.round_rows - all.rows, sizes.tile.row_block);
+        layout.round_block[rounds] = all.blocks + fit;
+        layout.round_row[rounds] = all.rows + fit * sizes.tile.row_block;
+        ++rounds;
+      }
       all = all + Extent::of(sizes, before);
       ++local;
     }
   }
   layout.block_begin[local] = all.blocks;
+  if (sizes.has_rounds()) {
+    *layout.rounds = rounds;
+    layout.round_block[rounds] = all.blocks;
+    layout.round_row[rounds] = all.rows;
+  }
   *layout.arrivals = arrivals;
   std::int64_t chunk = 0;
   for (std::int32_t r = 0; r < sizes.ranks; ++r) {

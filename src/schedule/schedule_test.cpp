@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <random>
 #include <string>
@@ -101,6 +102,7 @@ Sizes random_sizes(Random& random, const Routing& routing) {
   s.tile.token_block = one_of(random, {1, 16, 64});
   s.tile.group_blocks = one_of(random, {1, 2, 3, 32, 1 << 30});
   s.tile.raster_blocks = one_of(random, {0, 0, 1, 2, 5, 64});
+  if (random() % 2) s.round_rows = s.tile.row_block * (1 + below(random, 4)) + below(random, 3);
   if (s.direction == Direction::backward) {
     s.recompute = random() % 2;
     s.want_dx = s.ranks > 1 || random() % 4;
@@ -120,6 +122,9 @@ struct Rank {
   std::vector<std::int32_t> row_route;
   std::vector<std::int32_t> globals;                                     // global ids of local experts
   std::vector<std::vector<std::pair<std::int32_t, std::int32_t>>> rows;  // oracle: [L] of (source rank, route)
+  std::vector<std::vector<std::int32_t>> round;                          // oracle: [L] of each row's round,
+  std::vector<std::int32_t> round_before;                                // and of the last row before the expert
+  std::int64_t room = 0;                                                 // rows that fit into a row buffer
   std::vector<Tile> tiles;
   std::vector<std::int64_t> counters[3];
   std::vector<std::int64_t> target[3];  // what the waits of tiles ask for; -1: not waited for
@@ -127,6 +132,29 @@ struct Rank {
   std::int64_t rows_of(std::int32_t slot) const {
     if (slot < std::int32_t(rows.size())) return std::int64_t(rows[slot].size());
     return *pass.layout.valid_tokens;
+  }
+  std::int32_t round_of_row(std::int32_t slot, std::int64_t row) const {
+    return slot < std::int32_t(rows.size()) ? round[slot][row] : 0;
+  }
+  // Again for a copy, whose memory is its own.
+  void find_layout() {
+    const Sizes& s = pass.sizes;
+    pass.layout = Layout::at(header.data(), row_route.data(), s.ranks, s.local_experts, s.max_rounds);
+  }
+  // Blocks go into the present round while they fit.
+  void make_rounds() {
+    std::int64_t held = 0;
+    std::int32_t now = 0;
+    for (const auto& of_expert : rows) {
+      round_before.push_back(now);
+      auto& rounds = round.emplace_back();
+      while (rounds.size() < of_expert.size()) {
+        const auto block = std::min<std::int64_t>(pass.sizes.tile.row_block, of_expert.size() - rounds.size());
+        if (held + block > room) held = 0, ++now;
+        held += block;
+        rounds.insert(rounds.end(), block, now);
+      }
+    }
   }
 };
 
@@ -154,8 +182,12 @@ std::vector<Rank> make_ranks(const Routing& routing, const Sizes& sizes, std::in
     s.tokens = routing.tokens[r];
     s.max_chunks = ceil_div(most, s.chunk_tokens);
     s.max_row_blocks = all_tokens * s.top_k / s.tile.row_block + s.local_experts;
-    rank.header.assign(Layout::header_length(s.ranks, s.local_experts), -1);
-    rank.pass.layout = Layout::at(rank.header.data(), rank.row_route.data(), s.ranks, s.local_experts);
+    // Ranks may have room for more or less.
+    rank.room = sizes.round_rows > 0 ? sizes.round_rows * (1 + r % 2) : all_tokens * s.top_k;
+    s.set_room(all_tokens * s.top_k, rank.room);
+    rank.make_rounds();
+    rank.header.assign(Layout::header_length(s.ranks, s.local_experts, s.max_rounds), -1);
+    rank.find_layout();
     *rank.pass.layout.valid_tokens = routing.valid[r];
     std::copy(routing.tokens.begin(), routing.tokens.end(), rank.pass.layout.tokens_of_rank);
     fill_layout(s, rank.pass.layout, routing.experts, routing.expert_rank.data(),
@@ -176,23 +208,25 @@ std::vector<Rank> make_ranks(const Routing& routing, const Sizes& sizes, std::in
 
 // ---- the tiles that must be there
 
-using Key = std::tuple<int, std::int64_t, std::int64_t, std::int64_t>;
-Key key_of(const Tile& tile) { return {int(tile.stage), tile.expert, tile.row_block, tile.column_block}; }
+using Key = std::tuple<int, std::int64_t, std::int64_t, std::int64_t, std::int32_t>;
+Key key_of(const Tile& tile) { return {int(tile.stage), tile.expert, tile.row_block, tile.column_block, tile.round}; }
 
 std::vector<Key> expected_tiles(const Routing& routing, const Rank& rank) {
   const Sizes& s = rank.pass.sizes;
   std::vector<Key> keys;
   auto grid = [&](Stage stage, std::int64_t slot, std::int64_t rows, std::int64_t row_step, std::int64_t columns,
-                  std::int64_t column_step) {
+                  std::int64_t column_step, std::int32_t round = 0) {
     for (std::int64_t y = 0, i = 0; y < rows; y += row_step, ++i) {
-      for (std::int64_t x = 0, j = 0; x < columns; x += column_step, ++j) keys.emplace_back(int(stage), slot, i, j);
+      for (std::int64_t x = 0, j = 0; x < columns; x += column_step, ++j) {
+        keys.emplace_back(int(stage), slot, i, j, round);
+      }
     }
   };
   const bool forward = s.direction == Direction::forward;
   if (s.ranks > 1 && !s.peer_access) {
     grid(Stage::publish, 0, s.tokens, s.chunk_tokens, 1, 1);
-    if (forward) keys.emplace_back(int(Stage::layout), 0, 0, 0);
-    for (std::int32_t e = 0; forward && e < s.local_experts; ++e) keys.emplace_back(int(Stage::collect), e, 0, 0);
+    if (forward) keys.emplace_back(int(Stage::layout), 0, 0, 0, 0);
+    for (std::int32_t e = 0; forward && e < s.local_experts; ++e) keys.emplace_back(int(Stage::collect), e, 0, 0, 0);
     for (std::int32_t r = 0; r < s.ranks; ++r) {
       if (r != s.rank) grid(Stage::dispatch, r, routing.tokens[r], s.chunk_tokens, 1, 1);
     }
@@ -201,22 +235,38 @@ std::vector<Key> expected_tiles(const Routing& routing, const Rank& rank) {
     const std::int64_t rows = rank.rows_of(slot);
     const std::int64_t width =
         slot < s.local_experts ? s.intermediate_size : s.shared_intermediate_size[slot - s.local_experts];
-    const std::int64_t gate_up = s.tile.gate_up ? s.tile.gate_up : s.tile.columns;
-    if (forward || s.recompute) grid(Stage::gate_up, slot, rows, s.tile.row_block, width, gate_up);
+    auto blocks = [&](Stage stage, std::int64_t columns, std::int64_t column_step, std::int32_t from_round) {
+      for (std::int64_t y = 0, i = 0; y < rows; y += s.tile.row_block, ++i) {
+        const std::int32_t round = rank.round_of_row(slot, y);
+        if (round < from_round) continue;
+        for (std::int64_t x = 0, j = 0; x < columns; x += column_step, ++j) {
+          keys.emplace_back(int(stage), slot, i, j, round);
+        }
+      }
+    };
+    blocks(Stage::gate_up, width, s.tile.gate_up ? s.tile.gate_up : s.tile.columns, forward || s.recompute ? 0 : 1);
     if (forward) {
-      grid(Stage::down, slot, rows, s.tile.row_block, s.hidden_size, s.tile.columns);
+      blocks(Stage::down, s.hidden_size, s.tile.columns, 0);
       continue;
     }
-    grid(Stage::down_dgrad, slot, rows, s.tile.row_block, width,
-         s.tile.down_dgrad ? s.tile.down_dgrad : s.tile.columns);
-    if (s.want_dx) grid(Stage::gate_up_dgrad, slot, rows, s.tile.row_block, s.hidden_size, s.tile.columns);
-    if (s.want_gate_up_wgrad) {
-      grid(Stage::gate_up_wgrad, slot, s.gate_up_factor * width, s.tile.wgrad_rows, s.hidden_size,
-           s.tile.wgrad_columns);
+    blocks(Stage::down_dgrad, width, s.tile.down_dgrad ? s.tile.down_dgrad : s.tile.columns, 0);
+    if (s.want_dx) blocks(Stage::gate_up_dgrad, s.hidden_size, s.tile.columns, 0);
+    std::vector<std::int32_t> rounds;  // with rows of the expert; of one without any, that of the rows before it
+    for (std::int64_t row = 0; row < rows; ++row) {
+      if (rounds.empty() || rank.round_of_row(slot, row) != rounds.back()) rounds.push_back(rank.round_of_row(slot, row));
     }
-    if (s.want_down_wgrad) grid(Stage::down_wgrad, slot, s.hidden_size, s.tile.wgrad_rows, width, s.tile.wgrad_columns);
-    if (s.want_gate_up_bias_grad) keys.emplace_back(int(Stage::gate_up_bias_grad), slot, 0, 0);
-    if (s.want_down_bias_grad) keys.emplace_back(int(Stage::down_bias_grad), slot, 0, 0);
+    if (rounds.empty()) rounds.push_back(slot < s.local_experts ? rank.round_before[slot] : 0);
+    for (std::int32_t round : rounds) {
+      if (s.want_gate_up_wgrad) {
+        grid(Stage::gate_up_wgrad, slot, s.gate_up_factor * width, s.tile.wgrad_rows, s.hidden_size,
+             s.tile.wgrad_columns, round);
+      }
+      if (s.want_down_wgrad) {
+        grid(Stage::down_wgrad, slot, s.hidden_size, s.tile.wgrad_rows, width, s.tile.wgrad_columns, round);
+      }
+      if (s.want_gate_up_bias_grad) keys.emplace_back(int(Stage::gate_up_bias_grad), slot, 0, 0, round);
+      if (s.want_down_bias_grad) keys.emplace_back(int(Stage::down_bias_grad), slot, 0, 0, round);
+    }
   }
   grid(Stage::combine, 0, s.tokens, s.tile.token_block, s.hidden_size, s.tile.columns);
   std::sort(keys.begin(), keys.end());
@@ -255,18 +305,48 @@ class Written {
   std::vector<std::uint8_t> counts_;
 };
 
+// A buffer of routed rows, whose places are used again and again: which row's results lie in each element.
+class Places {
+ public:
+  struct Content {
+    std::int32_t expert = -1;
+    std::int64_t row = -1;
+    bool final = false;  // the activation in forward, dZ in backward; before that the pre-activation, made again
+    bool operator==(const Content&) const = default;
+  };
+  Places() = default;
+  Places(std::int64_t rows, std::int64_t columns) : columns_(columns / 8), contents_(rows * columns_) {}
+  void put(std::int64_t place, std::int64_t begin, std::int64_t end, Content content) {
+    for (std::int64_t c = begin / 8; c < std::min(end / 8, columns_); ++c) contents_.at(place * columns_ + c) = content;
+  }
+  bool have(std::int64_t place, std::int64_t begin, std::int64_t end, Content content) const {
+    for (std::int64_t c = begin / 8; c < std::min(end / 8, columns_); ++c) {
+      if (!(contents_.at(place * columns_ + c) == content)) return false;
+    }
+    return true;
+  }
+
+ private:
+  std::int64_t columns_ = 0;
+  std::vector<Content> contents_;
+};
+
 struct Memory {                                                                      // of one rank
   std::vector<Written> gate_up, down_dgrad, shared_rows, gate_up_wgrad, down_wgrad;  // by slot
   std::vector<int> gate_up_bias, down_bias, collected;
   Written slots, out, window;     // [T k, H], [T, H], [T, 8]
   std::vector<Written> received;  // by source rank, [T, 8]
+  Places held;                    // [room, I]: activation; in backward dZ and what lies beside it
+  std::map<Key, std::int64_t> sums[2];  // of the expert that goes on in the next round: rows that a tile has summed
   std::vector<int> dprob;         // [T k]: columns of I, in units of 8, that have been written for a route
   int layout = 0;
 };
 
 class Oracle {
  public:
-  Oracle(const Routing& routing, std::vector<Rank>& ranks) : routing_(routing), ranks_(ranks), memory_(ranks.size()) {
+  // sum_places: 1 is a fault to be caught.
+  Oracle(const Routing& routing, std::vector<Rank>& ranks, std::int32_t sum_places = 2)
+      : routing_(routing), ranks_(ranks), memory_(ranks.size()), sum_places_(sum_places) {
     for (std::size_t r = 0; r < ranks.size(); ++r) {
       const Sizes& s = ranks[r].pass.sizes;
       Memory& m = memory_[r];
@@ -286,10 +366,14 @@ class Oracle {
       m.window = Written(s.tokens, 8);
       for (std::int64_t t : routing.tokens) m.received.emplace_back(t, 8);
       m.dprob.assign(s.tokens * s.top_k, 0);
+      std::int64_t rows = 0;
+      for (const auto& of_expert : ranks[r].rows) rows += std::int64_t(of_expert.size());
+      m.held = Places(std::min(rows, ranks[r].room), s.intermediate_size);
     }
   }
 
-  // Whether all that a tile reads has been written. Called when its waits have been satisfied.
+  // Whether all that a tile reads is there. Called when its waits have been satisfied, and again when it ends: nobody may
+  // write there in between.
   bool inputs_there(int rank, const Tile& tile) const {
     const Rank& here = ranks_[rank];
     const Memory& m = memory_[rank];
@@ -306,24 +390,32 @@ class Oracle {
         }
         return true;
       case Stage::gate_up: return !forward || tokens_there(rank, tile);
-      case Stage::down: return rows_there(m.gate_up[tile.expert], tile, s);
+      case Stage::down: return rows_there(m.gate_up[tile.expert], tile, s) && rows_held(rank, tile, true);
       case Stage::down_dgrad: {
         if (!tokens_there(rank, tile)) return false;
         const std::int64_t begin = tile.column_block * std::int64_t(s.down_dgrad_columns());
         for (std::int64_t row = first_row(tile, s); s.recompute && row < last_row(here, tile); ++row) {
           if (!m.gate_up[tile.expert].all(row, begin, begin + s.down_dgrad_columns())) return false;
         }
-        return true;
+        // The pre-activation of the first round has a buffer of its own, kept by forward or made again.
+        return tile.round == 0 || rows_held(rank, tile, false, begin, begin + s.down_dgrad_columns());
       }
-      case Stage::gate_up_dgrad: return rows_there(m.down_dgrad[tile.expert], tile, s);
+      case Stage::gate_up_dgrad: return rows_there(m.down_dgrad[tile.expert], tile, s) && rows_held(rank, tile, true);
       case Stage::gate_up_wgrad:
       case Stage::down_wgrad:
       case Stage::gate_up_bias_grad:
       case Stage::down_bias_grad:
-        for (std::int64_t row = 0; row < here.rows_of(tile.expert); ++row) {
+      {
+        const auto [begin, end] = rows_of_round(here, tile);
+        for (std::int64_t row = begin; row < end; ++row) {
           if (!m.down_dgrad[tile.expert].all(row) || !token_there(rank, tile.expert, row)) return false;
+          if (!row_held(rank, tile, row, true, 0, s.intermediate_size)) return false;
         }
-        return true;
+        if (begin == 0) return true;
+        const auto& sums = m.sums[sum_place(tile.round - 1) % sum_places_];
+        const auto sum = sums.find(key_of_sum(tile));
+        return sum != sums.end() && sum->second == begin;
+      }
       case Stage::combine: {
         const std::int64_t begin = tile.column_block * std::int64_t(s.tile.columns), end = begin + s.tile.columns;
         for (std::int64_t t = tile.row_block * s.tile.token_block;
@@ -360,7 +452,26 @@ class Oracle {
       for (std::int64_t row = first_row(tile, s); row < last_row(here, tile); ++row)
         to.add(row, begin, begin + columns);
     };
+    auto hold = [&](bool final, std::int64_t columns) {
+      const std::int64_t begin = tile.column_block * columns;
+      for (std::int64_t row = first_row(tile, s); tile.expert < s.local_experts && row < last_row(here, tile); ++row) {
+        m.held.put(place_of(here, tile, row), begin, begin + columns, {tile.expert, row, final});
+      }
+    };
+    // Whether the sum is complete; otherwise it is set aside, in the place of what was there.
+    auto summed = [&] {
+      const auto [begin, end] = rows_of_round(here, tile);
+      if (end == here.rows_of(tile.expert)) return true;
+      auto& sums = m.sums[sum_place(tile.round) % sum_places_];
+      std::erase_if(sums, [&](const auto& sum) {
+        return std::get<1>(sum.first) != tile.expert && std::get<0>(sum.first) == int(tile.stage) &&
+               std::get<2>(sum.first) == tile.row_block && std::get<3>(sum.first) == tile.column_block;
+      });
+      sums[key_of_sum(tile)] = end;
+      return false;
+    };
     auto matrix = [&](Written& to, std::int64_t all_rows) {
+      if (!summed()) return;
       const std::int64_t begin = tile.column_block * std::int64_t(s.tile.wgrad_columns);
       for (std::int64_t y = tile.row_block * s.tile.wgrad_rows;
            y < std::min((tile.row_block + 1) * s.tile.wgrad_rows, all_rows); ++y) {
@@ -372,10 +483,15 @@ class Oracle {
       case Stage::layout: ++m.layout; return;
       case Stage::collect: ++m.collected.at(tile.expert); return;
       case Stage::dispatch: return chunk(m.received.at(tile.expert), routing_.tokens[tile.expert]);
-      case Stage::gate_up: return rows(m.gate_up.at(tile.expert), s.gate_up_columns());
+      case Stage::gate_up:
+        rows(m.gate_up.at(tile.expert), s.gate_up_columns());
+        if (s.direction == Direction::forward) return hold(true, s.gate_up_columns());
+        if (tile.round > 0) hold(false, s.gate_up_columns());
+        return;
       case Stage::down_dgrad: {
         const std::int64_t columns = s.down_dgrad_columns();
         rows(m.down_dgrad.at(tile.expert), columns);
+        hold(true, columns);
         const std::int64_t width = std::min(columns, s.intermediate_size - tile.column_block * columns);
         for (std::int64_t row = first_row(tile, s); tile.expert < s.local_experts && row < last_row(here, tile);
              ++row) {
@@ -407,8 +523,8 @@ class Oracle {
       case Stage::gate_up_wgrad:
         return matrix(m.gate_up_wgrad.at(tile.expert), s.gate_up_factor * width_of(s, tile.expert));
       case Stage::down_wgrad: return matrix(m.down_wgrad.at(tile.expert), s.hidden_size);
-      case Stage::gate_up_bias_grad: ++m.gate_up_bias.at(tile.expert); return;
-      case Stage::down_bias_grad: ++m.down_bias.at(tile.expert); return;
+      case Stage::gate_up_bias_grad: m.gate_up_bias.at(tile.expert) += summed(); return;
+      case Stage::down_bias_grad: m.down_bias.at(tile.expert) += summed(); return;
     }
   }
 
@@ -420,7 +536,10 @@ class Oracle {
       const bool forward = s.direction == Direction::forward, several = s.ranks > 1 && !s.peer_access;
       for (std::int32_t slot = 0; slot < s.local_experts + s.shared_experts; ++slot) {
         const std::string where = what + ", rank " + std::to_string(r) + ", slot " + std::to_string(slot);
-        EXPECT_TRUE(m.gate_up[slot].is(forward || s.recompute)) << where;
+        for (std::int64_t row = 0; row < ranks_[r].rows_of(slot); ++row) {
+          const bool made = forward || s.recompute || ranks_[r].round_of_row(slot, row) > 0;
+          EXPECT_TRUE(m.gate_up[slot].row_is(row, made)) << where << ", row " << row;
+        }
         EXPECT_TRUE(m.down_dgrad[slot].is(!forward)) << where;
         EXPECT_TRUE(m.shared_rows[slot].is(forward || s.want_dx)) << where;
         EXPECT_TRUE(m.gate_up_wgrad[slot].is(!forward && s.want_gate_up_wgrad)) << where;
@@ -455,6 +574,31 @@ class Oracle {
   static std::int64_t last_row(const Rank& rank, const Tile& tile) {
     return std::min(first_row(tile, rank.pass.sizes) + rank.pass.sizes.tile.row_block, rank.rows_of(tile.expert));
   }
+  // The tile's place for a sum that goes on, whatever the round.
+  static Key key_of_sum(const Tile& tile) { return {int(tile.stage), tile.expert, tile.row_block, tile.column_block, 0}; }
+  // Rows of the tile's expert in its round.
+  static std::pair<std::int64_t, std::int64_t> rows_of_round(const Rank& rank, const Tile& tile) {
+    if (tile.expert >= std::int32_t(rank.rows.size())) return {0, rank.rows_of(tile.expert)};
+    const auto& rounds = rank.round[tile.expert];
+    const auto [begin, end] = std::equal_range(rounds.begin(), rounds.end(), tile.round);
+    return {begin - rounds.begin(), end - rounds.begin()};
+  }
+  // As an executor finds it, of a row counted from its expert's first.
+  static std::int64_t place_of(const Rank& rank, const Tile& tile, std::int64_t row) {
+    return rank.pass.expert_rows(tile.expert).begin + row - first_row_held(rank.pass, tile);
+  }
+  bool row_held(int rank, const Tile& tile, std::int64_t row, bool final, std::int64_t begin, std::int64_t end) const {
+    const Rank& here = ranks_[rank];
+    return tile.expert >= here.pass.sizes.local_experts ||
+           memory_[rank].held.have(place_of(here, tile, row), begin, end, {tile.expert, row, final});
+  }
+  bool rows_held(int rank, const Tile& tile, bool final, std::int64_t begin = 0, std::int64_t end = 1 << 30) const {
+    const Sizes& s = ranks_[rank].pass.sizes;
+    for (std::int64_t row = first_row(tile, s); row < last_row(ranks_[rank], tile); ++row) {
+      if (!row_held(rank, tile, row, final, begin, end)) return false;
+    }
+    return true;
+  }
   bool rows_there(const Written& written, const Tile& tile, const Sizes& s) const {
     const Rank& rank = ranks_[s.rank];
     for (std::int64_t row = first_row(tile, s); row < last_row(rank, tile); ++row) {
@@ -480,18 +624,28 @@ class Oracle {
   const Routing& routing_;
   std::vector<Rank>& ranks_;
   std::vector<Memory> memory_;
+  const std::int32_t sum_places_;
 };
 
 // ---- running a pass
 
+// Something wrong on purpose, that the oracle has to notice.
+struct Fault {
+  std::function<bool(const CounterMap&, const Wait&)> ignored = [](const CounterMap&, const Wait&) { return false; };
+  std::int32_t sum_places = 2;
+  bool noticed = false;
+};
+
 struct Machine {
   std::vector<Rank>& ranks;
+  const Fault* fault = nullptr;
   bool out_of_range = false;
 
   // Flags hold 1 for "of this pass".
   bool ready(std::int32_t r, const Tile& tile) {
     Rank& rank = ranks[r];
     return for_each_wait(rank.pass, rank.map, tile, [&](const Wait& wait) {
+      if (fault && fault->ignored(rank.map, wait)) return true;
       auto& counters = rank.counters[int(wait.array)];
       auto& targets = rank.target[int(wait.array)];
       const std::int64_t target = wait.array == CounterArray::flags ? 1 : wait.target;
@@ -547,7 +701,8 @@ struct Machine {
   }
 };
 
-int section(const Tile& tile, const Sizes& s) {
+int section(const Tile& tile, const Rank& rank) {
+  const Sizes& s = rank.pass.sizes;
   switch (tile.stage) {
     case Stage::publish: return 0;
     case Stage::layout: return 1;
@@ -557,15 +712,18 @@ int section(const Tile& tile, const Sizes& s) {
     case Stage::down:
     case Stage::down_dgrad:
     case Stage::gate_up_dgrad: return tile.expert >= s.local_experts ? 2 : 5;
-    default: return 6;
+    case Stage::gate_up_wgrad:
+    case Stage::down_wgrad:
+    case Stage::gate_up_bias_grad:
+    case Stage::down_bias_grad: return tile.expert >= s.local_experts || tile.round + 1 == rank.pass.rounds() ? 6 : 5;
+    case Stage::combine: return 6;
   }
+  return -1;
 }
 
 // One after the other in the global order: nothing may ever have to wait.
 void run_in_global_order(const Routing& routing, std::vector<Rank> ranks, const std::string& what) {
-  for (Rank& rank : ranks)
-    rank.pass.layout =
-        Layout::at(rank.header.data(), rank.row_route.data(), rank.pass.sizes.ranks, rank.pass.sizes.local_experts);
+  for (Rank& rank : ranks) rank.find_layout();
   Machine machine{ranks};
   Oracle oracle(routing, ranks);
   oracle.tables.assign(ranks.size(), true);
@@ -574,9 +732,9 @@ void run_in_global_order(const Routing& routing, std::vector<Rank> ranks, const 
   for (int now = 0; now <= 6; ++now) {
     for (std::int32_t r = 0; r < routing.ranks; ++r) {
       const auto& tiles = ranks[r].tiles;
-      for (; next[r] < tiles.size() && section(tiles[next[r]], ranks[r].pass.sizes) <= now; ++next[r]) {
+      for (; next[r] < tiles.size() && section(tiles[next[r]], ranks[r]) <= now; ++next[r]) {
         const Tile& tile = tiles[next[r]];
-        ASSERT_EQ(section(tile, ranks[r].pass.sizes), now) << what << ": a section goes back";
+        ASSERT_EQ(section(tile, ranks[r]), now) << what << ": a section goes back";
         ASSERT_TRUE(machine.decodable(r, std::int64_t(next[r]))) << what;
         ASSERT_TRUE(machine.ready(r, tile))
             << what << ": rank " << r << ", tile " << next[r] << ", " << to_string(tile.stage);
@@ -594,12 +752,10 @@ void run_in_global_order(const Routing& routing, std::vector<Rank> ranks, const 
 // Workers that take tiles in order, wait, work and signal, a random one moving at a time; ranks begin at random
 // moments. As many workers as tiles is any order at all that the waits allow.
 void run_interleaved(const Routing& routing, std::vector<Rank> ranks, std::int64_t workers, Random& random,
-                     const std::string& what) {
-  for (Rank& rank : ranks)
-    rank.pass.layout =
-        Layout::at(rank.header.data(), rank.row_route.data(), rank.pass.sizes.ranks, rank.pass.sizes.local_experts);
-  Machine machine{ranks};
-  Oracle oracle(routing, ranks);
+                     const std::string& what, Fault* fault = nullptr) {
+  for (Rank& rank : ranks) rank.find_layout();
+  Machine machine{ranks, fault};
+  Oracle oracle(routing, ranks, fault ? fault->sum_places : 2);
   oracle.tables.assign(ranks.size(), false);
   struct Worker {
     std::int32_t rank;
@@ -612,6 +768,15 @@ void run_interleaved(const Routing& routing, std::vector<Rank> ranks, std::int64
   for (std::int32_t r = 0; r < routing.ranks; ++r) unborn.push_back(r);
   std::shuffle(unborn.begin(), unborn.end(), random);
 
+  auto expect_inputs = [&](const Worker& w, const Tile& tile, const char* otherwise) {
+    const bool there = oracle.inputs_there(w.rank, tile);
+    if (fault) {
+      fault->noticed |= !there;
+    } else {
+      EXPECT_TRUE(there) << what << ": rank " << w.rank << ", tile " << w.index << ", " << to_string(tile.stage) << " "
+                         << otherwise;
+    }
+  };
   // One move of one worker, if it can; `active[i]` leaves when its rank has no tile left.
   auto move = [&](std::size_t i) -> bool {
     Worker& w = active[i];
@@ -620,11 +785,11 @@ void run_interleaved(const Routing& routing, std::vector<Rank> ranks, std::int64
     const Tile& tile = tiles[w.index];
     if (!w.working) {
       if (!machine.ready(w.rank, tile)) return false;
-      EXPECT_TRUE(oracle.inputs_there(w.rank, tile)) << what << ": rank " << w.rank << ", tile " << w.index << ", "
-                                                     << to_string(tile.stage) << " began without its inputs";
+      expect_inputs(w, tile, "began without its inputs");
       w.working = true;
       return true;
     }
+    expect_inputs(w, tile, "lost its inputs");
     oracle.write(w.rank, tile);
     machine.raise(w.rank, tile);
     w.index = next[w.rank]++;
@@ -635,7 +800,7 @@ void run_interleaved(const Routing& routing, std::vector<Rank> ranks, std::int64
     }
     return true;
   };
-  while (!active.empty() || !unborn.empty()) {
+  while ((!active.empty() || !unborn.empty()) && !(fault && fault->noticed)) {
     if (!unborn.empty() && (active.empty() || random() % 8 == 0)) {
       const std::int32_t r = unborn.back();
       unborn.pop_back();
@@ -659,6 +824,7 @@ void run_interleaved(const Routing& routing, std::vector<Rank> ranks, std::int64
         active.push_back({r, next[r]++, false});
     }
   }
+  if (fault) return;
   machine.expect_targets_met(what);
   oracle.expect_each_once(what);
 }
@@ -679,6 +845,12 @@ void expect_layout(const Routing& routing, const Rank& rank, const std::string& 
   }
   ASSERT_EQ(rank.pass.routed_blocks(), block) << what;
   ASSERT_LE(block, s.max_row_blocks) << what;
+  std::int32_t rounds = 1;
+  for (const auto& of_expert : rank.round) {
+    if (!of_expert.empty()) rounds = of_expert.back() + 1;
+  }
+  ASSERT_EQ(rank.pass.rounds(), rounds) << what;
+  ASSERT_LE(rounds, s.has_rounds() ? s.max_rounds : 1) << what;
   // Row blocks anywhere that hold a row of this rank.
   std::int64_t arrivals = 0;
   for (std::int32_t e = 0; e < routing.experts; ++e) {
@@ -710,13 +882,16 @@ void check(const Routing& routing, const Sizes& sizes, Random& random, const std
 }
 
 TEST(Schedule, KeepsItsPromisesOverRandomRoutings) {
+  int several_rounds = 0;
   for (int n = 0; n < routings; ++n) {
     Random random(static_cast<std::uint64_t>(n) + 1);
     const Routing routing = random_routing(random);
     const Sizes sizes = random_sizes(random, routing);
     check(routing, sizes, random, "routing " + std::to_string(n));
     if (HasFailure()) return;
+    for (const Rank& rank : make_ranks(routing, sizes, 0)) several_rounds += rank.pass.rounds() > 1;
   }
+  EXPECT_GT(several_rounds, routings / 15);
 }
 
 // Expert by expert, in any order, as by all experts at once.
@@ -768,13 +943,52 @@ TEST(Schedule, EveryChoiceOfGradients) {
   }
 }
 
+// The oracle sees what it is there for: with any one kind of wait left out, or a single place for the sums that go on in the
+// next round, some routing shows it.
+TEST(Schedule, FaultsAreNoticed) {
+  struct Planted {
+    const char* name;
+    Fault fault;
+  };
+  auto without = [](auto begin, auto end) {
+    Fault fault;
+    fault.ignored = [=](const CounterMap& map, const Wait& wait) {
+      return wait.array == CounterArray::local && wait.begin >= map.*begin && wait.begin < map.*end;
+    };
+    return fault;
+  };
+  using M = CounterMap;
+  std::vector<Planted> faults{{"collected", without(&M::collected, &M::dispatched)},
+                              {"dispatched", without(&M::dispatched, &M::gate_up_done)},
+                              {"gate_up_done", without(&M::gate_up_done, &M::down_dgrad_done)},
+                              {"down_dgrad_done", without(&M::down_dgrad_done, &M::round_done)},
+                              {"round_done", without(&M::round_done, &M::local_size)},
+                              {"one place for sums", {}},
+                              {"arrivals", {}},
+                              {"flags", {}}};
+  faults[5].fault.sum_places = 1;
+  faults[6].fault.ignored = [](const CounterMap&, const Wait& wait) { return wait.array == CounterArray::arrivals; };
+  faults[7].fault.ignored = [](const CounterMap&, const Wait& wait) { return wait.array == CounterArray::flags; };
+  for (Planted& planted : faults) {
+    int tries = 0;
+    for (; tries < 400 && !planted.fault.noticed; ++tries) {
+      Random random(static_cast<std::uint64_t>(tries) + 77);
+      const Routing routing = random_routing(random);
+      Sizes sizes = random_sizes(random, routing);
+      sizes.round_rows = sizes.tile.row_block;
+      run_interleaved(routing, make_ranks(routing, sizes, 0), 1 << 30, random, planted.name, &planted.fault);
+    }
+    EXPECT_TRUE(planted.fault.noticed) << planted.name << " in " << tries << " routings";
+  }
+}
+
 // ---- by hand
 
 std::string names_of(const std::vector<Tile>& tiles) {
   std::string all;
   for (const Tile& t : tiles) {
     all += std::string(to_string(t.stage)) + " " + std::to_string(t.expert) + "," + std::to_string(t.row_block) + "," +
-           std::to_string(t.column_block) + "; ";
+           std::to_string(t.column_block) + (t.round > 0 ? " of round " + std::to_string(t.round) : "") + "; ";
   }
   return all;
 }
@@ -819,6 +1033,36 @@ TEST(Schedule, BackwardByHand) {
             "gate_up_dgrad 1,0,0; "
             "gate_up_wgrad 0,0,0; gate_up_wgrad 0,1,0; combine 0,0,0; "
             "gate_up_wgrad 1,0,0; gate_up_wgrad 1,1,0; combine 0,1,0; ");
+}
+
+TEST(Schedule, RoundsByHand) {
+  // Room for one block: expert 0 has two, expert 1 none, expert 2 one.
+  Routing routing = three_tokens();
+  routing.experts = 3;
+  routing.expert_rank = {0, 0, 0};
+  routing.tokens = routing.valid = {4};
+  routing.ids = {{0, 2, 0, 0}};
+  Sizes sizes = small_tiles();
+  sizes.round_rows = 2;
+  EXPECT_EQ(names_of(make_ranks(routing, sizes, 0)[0].tiles),
+            "gate_up 0,0,0; gate_up 0,0,1; down 0,0,0; "
+            "gate_up 0,1,0 of round 1; gate_up 0,1,1 of round 1; "
+            "gate_up 2,0,0 of round 1; gate_up 2,0,1 of round 1; "  // its row and the last one of expert 0
+            "down 0,1,0 of round 1; down 2,0,0 of round 1; "
+            "combine 0,0,0; combine 0,1,0; ");
+  sizes.direction = Direction::backward;
+  sizes.want_gate_up_wgrad = false;
+  EXPECT_EQ(names_of(make_ranks(routing, sizes, 0)[0].tiles),
+            "down_dgrad 0,0,0; down_dgrad 0,0,1; gate_up_dgrad 0,0,0; "
+            "down_wgrad 0,0,0; down_wgrad 0,0,1; "
+            "gate_up 0,1,0 of round 1; gate_up 0,1,1 of round 1; "
+            "gate_up 2,0,0 of round 1; gate_up 2,0,1 of round 1; "
+            "down_dgrad 0,1,0 of round 1; down_dgrad 0,1,1 of round 1; "
+            "down_dgrad 2,0,0 of round 1; down_dgrad 2,0,1 of round 1; gate_up_dgrad 0,1,0 of round 1; "
+            "gate_up_dgrad 2,0,0 of round 1; "
+            "down_wgrad 0,0,0 of round 1; down_wgrad 0,0,1 of round 1; "               // on from round 0
+            "down_wgrad 1,0,0 of round 1; combine 0,0,0; down_wgrad 1,0,1 of round 1; "  // zeros
+            "down_wgrad 2,0,0 of round 1; down_wgrad 2,0,1 of round 1; combine 0,1,0; ");
 }
 
 TEST(Schedule, NoTokensAtAll) {

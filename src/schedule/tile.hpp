@@ -39,6 +39,7 @@ struct Tile {
   std::int32_t expert;       // expert slot, or source rank (dispatch)
   std::int64_t row_block;    // of the expert, from 0; chunk; token block; row tile of a weight gradient
   std::int32_t column_block; // column tile
+  std::int32_t round = 0;    // of a routed expert's tile: see schedule/extents.hpp
 };
 
 }  // namespace moelith::schedule

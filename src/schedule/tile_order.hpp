@@ -7,10 +7,23 @@
 // (publish, layout, collect, dispatch: with several ranks only, and not among those with peer_access, which have exchanged
 // their tables before the pass and read x and dY where they lie; [gate_up]: when recomputing.)
 //
+// Where row buffers do not have room for all routed rows, the section of routed experts goes round by round
+// (extents.hpp), each in the place of the one before it:
+//
+//   forward:   round 0: gate_up, down | round 1: gate_up, down | ..
+//   backward:  round 0: [gate_up], down_dgrad, gate_up_dgrad, weight and bias gradients | round 1: the same after gate_up,
+//              whose results were kept for round 0 only | ..
+//
+// and the last round's weight and bias gradients, with those of the shared experts, are the ones mixed with combine. A
+// round sums the gradients of those experts that have rows in it, and of those without any rows that stand between
+// them. Of an expert whose rows go on in the next round the sums up to there are set aside, and go on from there.
+// Rounds are a rank's own affair: what it has room for, and how many it has, no other rank knows or waits for.
+//
 // Order across ranks: by section, then rank, then index. Every tile waits only for tiles before it in that order
 // (dependencies.hpp lists the waits): within a rank because each stage of a pipelined section follows the one it reads,
-// and across ranks because a tile waits for other ranks only in an earlier section. So whichever tile is the first
-// unfinished one has all it waits for, its worker is the one that holds it, and grids of any size make progress.
+// and each round the one whose place it takes; and across ranks because a tile waits for other ranks only in an earlier
+// section, and rounds are within one. So whichever tile is the first unfinished one has all it waits for, its worker is
+// the one that holds it, and grids of any size make progress.
 #pragma once
 
 #include <cstdint>
@@ -70,14 +83,15 @@ struct Pipeline {
 };
 
 // The pipelined stages of an expert slot's row blocks; `slot` may be any routed one, since they are alike.
-MOELITH_HD inline Pipeline pipeline_of(const Sizes& sizes, std::int32_t slot, std::int64_t blocks) {
+MOELITH_HD inline Pipeline pipeline_of(const Sizes& sizes, std::int32_t slot, std::int64_t blocks,
+                                       std::int32_t round = 0) {
   Pipeline p;
   p.blocks = blocks;
   p.group = sizes.tile.group_blocks;
   p.raster = sizes.tile.raster_blocks > 0 ? min_of(sizes.tile.raster_blocks, p.group) : p.group;
   const bool forward = sizes.direction == Direction::forward;
   p.stage[0] = Stage::gate_up;
-  p.columns[0] = forward || sizes.recompute ? sizes.gate_up_tiles(slot) : 0;
+  p.columns[0] = sizes.makes_pre_activation(round) ? sizes.gate_up_tiles(slot) : 0;
   p.stage[1] = forward ? Stage::down : Stage::down_dgrad;
   p.columns[1] = forward ? sizes.hidden_tiles() : sizes.down_dgrad_tiles(slot);
   p.stage[2] = Stage::gate_up_dgrad;
@@ -85,21 +99,46 @@ MOELITH_HD inline Pipeline pipeline_of(const Sizes& sizes, std::int32_t slot, st
   return p;
 }
 
-MOELITH_HD inline Pipeline pipeline_of(const Pass& pass, std::int32_t slot) {
-  const Sizes& sizes = pass.sizes;
-  return pipeline_of(sizes, slot,
-                     sizes.is_shared(slot) ? ceil_div(*pass.layout.valid_tokens, sizes.tile.row_block) : pass.routed_blocks());
+MOELITH_HD inline Pipeline shared_pipeline(const Pass& pass, std::int32_t slot) {
+  return pipeline_of(pass.sizes, slot, ceil_div(*pass.layout.valid_tokens, pass.sizes.tile.row_block));
 }
 
-// A routed tile of row block `block`, counted over all routed experts.
-MOELITH_HD inline Tile routed_tile(const Pass& pass, Stage stage, std::int64_t block, std::int32_t column) {
+// The routed expert that has row block `block`, counted over all of them: the last one with block_begin <= block.
+MOELITH_HD inline std::int32_t expert_of_block(const Pass& pass, std::int64_t block) {
   const std::int64_t* block_begin = pass.layout.block_begin;
-  std::int32_t low = 0, high = pass.sizes.local_experts;  // the last expert with block_begin <= block has that block
+  std::int32_t low = 0, high = pass.sizes.local_experts;
   while (high - low > 1) {
     const std::int32_t middle = (low + high) >> 1;
     if (block_begin[middle] <= block) low = middle; else high = middle;
   }
-  return {stage, low, block - block_begin[low], column};
+  return low;
+}
+MOELITH_HD inline Tile routed_tile(const Pass& pass, Stage stage, std::int64_t block, std::int32_t column,
+                                   std::int32_t round = 0) {
+  const std::int32_t expert = expert_of_block(pass, block);
+  return {stage, expert, block - pass.layout.block_begin[expert], column, round};
+}
+
+struct Round {
+  std::int32_t number = 0;
+  bool last = true;
+  std::int64_t block_begin = 0, block_end = 0;    // counted over all routed experts
+  std::int32_t expert_begin = 0, expert_end = 0;  // whose gradients the round sums
+};
+MOELITH_HD inline Round round_of(const Pass& pass, std::int32_t number) {
+  const std::int32_t experts = pass.sizes.local_experts;
+  if (!pass.sizes.has_rounds()) return {0, true, 0, pass.routed_blocks(), 0, experts};
+  const std::int64_t begin = pass.layout.round_block[number], end = pass.layout.round_block[number + 1];
+  Round round{number, number + 1 == pass.rounds(), begin, end, 0, experts};
+  if (number > 0) round.expert_begin = expert_of_block(pass, begin);
+  if (!round.last) {
+    round.expert_end = expert_of_block(pass, end);
+    if (pass.layout.block_begin[round.expert_end] < end) ++round.expert_end;
+  }
+  return round;
+}
+MOELITH_HD inline Pipeline pipeline_of(const Pass& pass, const Round& round) {
+  return pipeline_of(pass.sizes, 0, round.block_end - round.block_begin, round.number);
 }
 
 // Weight and bias gradient tiles of one expert slot, in this order.
@@ -133,22 +172,32 @@ MOELITH_HD inline Tile combine_tile(const Sizes& sizes, std::int64_t index) {
   return {Stage::combine, 0, block, static_cast<std::int32_t>(index - block * columns)};
 }
 
-MOELITH_HD inline std::int64_t weight_gradient_tile_count(const Sizes& sizes) {
+// Of so many routed experts, and of the shared ones beside them.
+MOELITH_HD inline std::int64_t weight_gradient_tile_count(const Sizes& sizes, std::int32_t experts, bool shared) {
   std::int64_t count = 0;
-  if (sizes.local_experts > 0) count += sizes.local_experts * weight_gradient_tiles(sizes, 0).size();
-  for (std::int32_t s = 0; s < sizes.shared_experts; ++s) {
+  if (experts > 0) count += experts * weight_gradient_tiles(sizes, 0).size();
+  for (std::int32_t s = 0; shared && s < sizes.shared_experts; ++s) {
     count += weight_gradient_tiles(sizes, sizes.local_experts + s).size();
   }
   return count;
 }
+MOELITH_HD inline std::int64_t weight_gradient_tile_count(const Sizes& sizes, const Round& round) {
+  return weight_gradient_tile_count(sizes, round.expert_end - round.expert_begin, round.last);
+}
 
-MOELITH_HD inline Tile weight_gradient_tile(const Sizes& sizes, std::int64_t index) {
-  std::int32_t slot = 0;
+MOELITH_HD inline Tile weight_gradient_tile(const Sizes& sizes, const Round& round, std::int64_t index) {
+  std::int32_t slot = sizes.local_experts, number = 0;
   if (sizes.local_experts > 0) {
     const std::int64_t per_expert = weight_gradient_tiles(sizes, 0).size();
-    const std::int64_t routed = per_expert * sizes.local_experts;
-    slot = static_cast<std::int32_t>(index < routed ? quotient(index, per_expert) : sizes.local_experts);
-    index -= index < routed ? slot * per_expert : routed;
+    const std::int64_t routed = per_expert * (round.expert_end - round.expert_begin);
+    if (index < routed) {
+      const std::int64_t expert = quotient(index, per_expert);
+      slot = round.expert_begin + static_cast<std::int32_t>(expert);
+      number = round.number;
+      index -= expert * per_expert;
+    } else {
+      index -= routed;
+    }
   }
   while (sizes.is_shared(slot) && index >= weight_gradient_tiles(sizes, slot).size()) {
     index -= weight_gradient_tiles(sizes, slot).size();
@@ -158,15 +207,15 @@ MOELITH_HD inline Tile weight_gradient_tile(const Sizes& sizes, std::int64_t ind
   const std::int64_t gate_up = tiles.gate_up_rows * tiles.gate_up_columns, down = tiles.down_rows * tiles.down_columns;
   if (index < gate_up) {
     return {Stage::gate_up_wgrad, slot, quotient(index, tiles.gate_up_columns),
-            std::int32_t(remainder_of(index, tiles.gate_up_columns))};
+            std::int32_t(remainder_of(index, tiles.gate_up_columns)), number};
   }
   index -= gate_up;
   if (index < down) {
     return {Stage::down_wgrad, slot, quotient(index, tiles.down_columns),
-            std::int32_t(remainder_of(index, tiles.down_columns))};
+            std::int32_t(remainder_of(index, tiles.down_columns)), number};
   }
   index -= down;
-  return {index < tiles.gate_up_bias ? Stage::gate_up_bias_grad : Stage::down_bias_grad, slot, 0, 0};
+  return {index < tiles.gate_up_bias ? Stage::gate_up_bias_grad : Stage::down_bias_grad, slot, 0, 0, number};
 }
 
 // Tiles whose number and meaning do not need the Layout's arrays beyond valid_tokens: a worker may run them before the
@@ -178,7 +227,7 @@ MOELITH_HD inline std::int64_t prologue_tiles(const Pass& pass) {
     count += ceil_div(sizes.tokens, sizes.chunk_tokens);
     if (sizes.direction == Direction::forward) count += 1;
   }
-  for (std::int32_t s = 0; s < sizes.shared_experts; ++s) count += pipeline_of(pass, sizes.local_experts + s).size();
+  for (std::int32_t s = 0; s < sizes.shared_experts; ++s) count += shared_pipeline(pass, sizes.local_experts + s).size();
   return count;
 }
 
@@ -189,9 +238,12 @@ MOELITH_HD inline std::int64_t tile_count(const Pass& pass) {
     if (sizes.direction == Direction::forward) count += sizes.local_experts;
     count += pass.layout.chunk_begin[sizes.ranks];
   }
-  if (sizes.local_experts > 0) count += pipeline_of(pass, 0).size();
+  for (std::int32_t number = 0; number < pass.rounds(); ++number) {
+    const Round round = round_of(pass, number);
+    if (sizes.local_experts > 0) count += pipeline_of(pass, round).size();
+    if (sizes.direction == Direction::backward) count += weight_gradient_tile_count(sizes, round);
+  }
   count += combine_tiles(sizes);
-  if (sizes.direction == Direction::backward) count += weight_gradient_tile_count(sizes);
   return count;
 }
 
@@ -199,11 +251,17 @@ MOELITH_HD inline std::int64_t tile_count(const Pass& pass) {
 inline std::int64_t max_tile_count(const Sizes& sizes) {
   std::int64_t count = combine_tiles(sizes);
   if (sizes.has_transfers()) count += ceil_div(sizes.tokens, sizes.chunk_tokens) + 1 + sizes.local_experts + sizes.ranks * sizes.max_chunks;
-  if (sizes.local_experts > 0) count += pipeline_of(sizes, 0, sizes.max_row_blocks).size();
+  // With rounds nearly all blocks may be in those after the first.
+  const std::int32_t round = sizes.has_rounds() ? 1 : 0;
+  if (sizes.local_experts > 0) count += pipeline_of(sizes, 0, sizes.max_row_blocks, round).size();
   for (std::int32_t s = 0; s < sizes.shared_experts; ++s) {
     count += pipeline_of(sizes, sizes.local_experts + s, sizes.shared_row_blocks()).size();
   }
-  if (sizes.direction == Direction::backward) count += weight_gradient_tile_count(sizes);
+  if (sizes.direction == Direction::backward) {
+    count += weight_gradient_tile_count(sizes, sizes.local_experts, true);
+    // One expert at most goes on from one round to the next.
+    if (sizes.has_rounds()) count += (sizes.max_rounds - 1) * weight_gradient_tile_count(sizes, 1, false);
+  }
   return count;
 }
 
@@ -220,7 +278,7 @@ MOELITH_HD inline Tile tile_at(const Pass& pass, std::int64_t index) {
     }
   }
   for (std::int32_t s = 0; s < sizes.shared_experts; ++s) {
-    const Pipeline p = pipeline_of(pass, sizes.local_experts + s);
+    const Pipeline p = shared_pipeline(pass, sizes.local_experts + s);
     if (index < p.size()) {
       Tile tile{Stage::gate_up, sizes.local_experts + s, 0, 0};
       p.decode(index, tile.stage, tile.row_block, tile.column_block);
@@ -241,25 +299,31 @@ MOELITH_HD inline Tile tile_at(const Pass& pass, std::int64_t index) {
     }
     index -= chunk_begin[sizes.ranks];
   }
-  if (sizes.local_experts > 0) {
-    const Pipeline p = pipeline_of(pass, 0);
+  Round round = round_of(pass, 0);
+  for (; sizes.local_experts > 0; round = round_of(pass, round.number + 1)) {
+    const Pipeline p = pipeline_of(pass, round);
     if (index < p.size()) {
       Stage stage = Stage::gate_up;
       std::int64_t block = 0;
       std::int32_t column = 0;
       p.decode(index, stage, block, column);
-      return routed_tile(pass, stage, block, column);
+      return routed_tile(pass, stage, round.block_begin + block, column, round.number);
     }
     index -= p.size();
+    if (round.last) break;
+    if (sizes.direction == Direction::forward) continue;
+    const std::int64_t gradients = weight_gradient_tile_count(sizes, round);
+    if (index < gradients) return weight_gradient_tile(sizes, round, index);
+    index -= gradients;
   }
   const std::int64_t combine = combine_tiles(sizes);
   if (sizes.direction == Direction::forward) return combine_tile(sizes, index);
   // Combine moves bytes and weight gradients compute: among n tiles, c of them combine, the i-th is one if c i / n
   // passes an integer there.
-  const std::int64_t total = combine + weight_gradient_tile_count(sizes);
+  const std::int64_t total = combine + weight_gradient_tile_count(sizes, round);
   const std::int64_t combines_before = wide_quotient(combine * index, total);
   if (wide_quotient(combine * (index + 1), total) > combines_before) return combine_tile(sizes, combines_before);
-  return weight_gradient_tile(sizes, index - combines_before);
+  return weight_gradient_tile(sizes, round, index - combines_before);
 }
 
 // The rows of a tile of a row-blocked stage.
@@ -268,5 +332,20 @@ MOELITH_HD inline RowRange tile_rows(const Pass& pass, const Tile& tile) {
   const std::int64_t begin = all.begin + tile.row_block * pass.sizes.tile.row_block;
   return {begin, min_of(begin + pass.sizes.tile.row_block, all.end)};
 }
+
+// Row r of a routed expert lies at place r - first_row_held of the row buffers, while the tile's round has them.
+MOELITH_HD inline std::int64_t first_row_held(const Pass& pass, const Tile& tile) {
+  return pass.sizes.has_rounds() && !pass.sizes.is_shared(tile.expert) ? pass.layout.round_row[tile.round] : 0;
+}
+
+// The rows that a weight or bias gradient tile sums: those of its expert that are in its round.
+MOELITH_HD inline RowRange summed_rows(const Pass& pass, const Tile& tile) {
+  const RowRange all = pass.expert_rows(tile.expert);
+  if (!pass.sizes.has_rounds() || pass.sizes.is_shared(tile.expert)) return all;
+  const std::int64_t* round_row = pass.layout.round_row + tile.round;
+  return {max_of(all.begin, round_row[0]), min_of(all.end, round_row[1])};
+}
+// Which of two places has the sums of the expert that goes on after a round.
+MOELITH_HD constexpr std::int32_t sum_place(std::int32_t round) { return round & 1; }
 
 }  // namespace moelith::schedule

@@ -233,6 +233,7 @@ struct Case {
     options.max_tokens = tokens + r.below(3);
     options.workers = static_cast<std::int32_t>(r.between(1, 3));
     options.recompute = static_cast<std::int32_t>(r.below(2));
+    options.receive_capacity_factor = r.pick({0.0, 0.5, 2.0});
     options.tile_columns = r.pick({0, 64, 128});
     options.shuffle_seed = r.chance(50) ? 0 : static_cast<std::uint64_t>(r.between(1, 1000));
     if (r.chance(20)) {
@@ -523,7 +524,7 @@ Expect spoil(Random& r, moelith_layer_config_t& c) {
 }
 
 Expect spoil(Random& r, moelith_plan_options_t& o) {
-  switch (r.below(7)) {
+  switch (r.below(8)) {
     case 0: o.max_tokens = r.pick<std::int64_t>({-1, std::numeric_limits<std::int64_t>::min()}); return Expect::refusal;
     case 1: o.max_tokens = std::numeric_limits<std::int64_t>::max(); return Expect::refusal;
     case 2: o.device = r.pick({2, -1, 256, 257}); return Expect::refusal;
@@ -535,6 +536,7 @@ Expect spoil(Random& r, moelith_plan_options_t& o) {
           r.pick({-64, 7, std::numeric_limits<std::int32_t>::max(), std::numeric_limits<std::int32_t>::min()});
       return Expect::refusal;
     case 5: o.expert_rank_count = r.pick({-1, 2000, std::numeric_limits<std::int32_t>::max()}); return Expect::refusal;
+    case 6: o.receive_capacity_factor = r.pick<double>({std::nan(""), -INFINITY, -0.5}); return Expect::refusal;
     default: o.device = MOELITH_CUDA; return Expect::anything;
   }
 }

@@ -246,6 +246,7 @@ void bind_layer(nb::module_& module) {
           })
       .def_rw("workers", &PlanOptions::workers)
       .def_rw("recompute", &PlanOptions::recompute)
+      .def_rw("receive_capacity_factor", &PlanOptions::receive_capacity_factor)
       .def_rw("group", &PlanOptions::group)
       .def_rw("expert_rank", &PlanOptions::expert_rank)
       .def_rw("tile_columns", &PlanOptions::tile_columns)

@@ -29,6 +29,14 @@ struct GemmTile {
   const std::int64_t hidden = sizes.hidden_size;
   const std::int64_t width = sizes.width(tile.expert);               // I of this expert
   const std::int64_t pre_width = sizes.gate_up_factor * width;       // F I
+  const std::int64_t first_held = first_row_held(data.pass, tile);
+  Storage* const pre_activation = tile.round == 0 ? slot.pre_activation : slot.later_pre_activation;
+
+  // A row in a buffer of `columns` columns.
+  template <class U>
+  U* held(U* buffer, std::int64_t row, std::int64_t columns) const {
+    return buffer + (row - first_held) * columns;
+  }
 
   // Pointers to the rows [rows.begin, rows.end) of x or dY, shifted by `column`.
   const Storage* const* token_rows(RowRange rows, bool of_x, std::int64_t column, int list) {
@@ -83,27 +91,27 @@ struct GemmTile {
     const bool weighted = !data.weight_after_down(tile.expert);
     for (std::int64_t i = 0; i < m; ++i) {
       const std::int64_t row = rows.begin + i;
-      Storage* z = slot.pre_activation ? slot.pre_activation + row * pre_width + column : nullptr;
+      Storage* z = pre_activation ? held(pre_activation, row, pre_width) + column : nullptr;
       const Storage* bias = slot.gate_up_bias ? slot.gate_up_bias + column : nullptr;
-      if (!forward) {  // recomputing: the pre-activation alone
+      if (!forward) {  // made again: the pre-activation alone
         kernels.store(pre + i * ld, bias, z, n);
         if (gated) kernels.store(pre + i * ld + n, bias ? bias + width : nullptr, z + width, n);
         continue;
       }
       kernels.activate(data.activation,
                        {pre + i * ld, pre + i * ld + n, bias, bias ? bias + width : nullptr, z, z ? z + width : nullptr,
-                        slot.activated + row * width + column, weighted ? data.weight(tile.expert, row) : T(1)},
+                        held(slot.activated, row, width) + column, weighted ? data.weight(tile.expert, row) : T(1)},
                        n);
     }
   }
 
   // out[rows, H tile] = left[rows, k] * right, into the tokens' slots.
-  void rows_to_slots(const Storage* left, std::int64_t k, const Matrix& right, const Storage* bias) {
+  void rows_to_slots(Storage* left, std::int64_t k, const Matrix& right, const Storage* bias) {
     const RowRange rows = tile_rows(data.pass, tile);
     const std::int64_t column = tile.column_block * std::int64_t(sizes.tile.columns);
     const std::int64_t n = std::min<std::int64_t>(sizes.tile.columns, hidden - column);
     T* sum = product(rows.size(), n);
-    gemm(Matrix::strided(along_k, left + rows.begin * k, k), right, rows.size(), n, k, sum, n, false, memory.scratch);
+    gemm(Matrix::strided(along_k, held(left, rows.begin, k), k), right, rows.size(), n, k, sum, n, false, memory.scratch);
     std::int32_t rank = 0;
     for (std::int64_t i = 0; i < rows.size(); ++i) {
       kernels.store(sum + i * n, bias ? bias + column : nullptr, destination(rows.begin + i, rank, column), n);
@@ -138,12 +146,12 @@ struct GemmTile {
         while (row >= data.pass.source_begin(tile.expert, rank + 1)) ++rank;
         dprob = data.route_dprob[rank] + data.pass.layout.row_route[row] * groups;
       }
-      const Storage* z = slot.pre_activation + row * pre_width + column;
-      Storage* dz = slot.d_pre_activation ? slot.d_pre_activation + row * pre_width + column : nullptr;
+      const Storage* z = held(pre_activation, row, pre_width) + column;
+      Storage* dz = slot.d_pre_activation ? held(slot.d_pre_activation, row, pre_width) + column : nullptr;
       kernels.activate_backward(data.activation,
                                 {d_a + i * n, z, z + width, dz, dz ? dz + width : nullptr,
-                                 slot.activated ? slot.activated + row * width + column : nullptr, dprob + column / sum_group,
-                                 data.weight(tile.expert, row), after_down},
+                                 slot.activated ? held(slot.activated, row, width) + column : nullptr,
+                                 dprob + column / sum_group, data.weight(tile.expert, row), after_down},
                                 n);
       // y = p (W a + b): the bias has its share in dprob, unless p multiplies before it.
       if (slot.down_bias && tile.column_block == 0) {
@@ -152,72 +160,98 @@ struct GemmTile {
     }
   }
 
-  // Rows of a weight gradient tile, from `sum` into the caller's tensor [.., ld].
-  void store_gradient(const typename PassData<Storage>::Slot::Target& target, const T* sum, std::int64_t m, std::int64_t n,
-                      std::int64_t first_row, std::int64_t first_column, std::int64_t ld) {
-    for (std::int64_t i = 0; i < m; ++i) {
-      char* out = static_cast<char*>(target.data) + ((first_row + i) * ld + first_column) * std::int64_t(size_of(target.dtype));
-      kernels.store_gradient(sum + i * n, out, target.dtype, target.accumulate, n);
+  // The [m, n] piece of a weight's or bias's gradient [.., ld] that a tile sums, from row i and column j on.
+  struct Piece {
+    std::int64_t i, j, m, n, ld;
+    std::int64_t place(std::int64_t row) const { return (i + row) * ld + j; }
+  };
+  using Target = typename PassData<Storage>::Slot::Target;
+  using Sums = typename PassData<Storage>::Sums;
+  using SetAside = T* Sums::*;  // where sums of this kind lie between two rounds
+
+  // What the rounds before this one have summed; false, and nothing is there, if the expert's rows begin in this round.
+  bool take_up(SetAside kind, RowRange rows, const Piece& piece, T* sum) const {
+    if (rows.begin == data.pass.expert_rows(tile.expert).begin) return false;
+    const T* from = data.sums[schedule::sum_place(tile.round - 1)].*kind;
+    for (std::int64_t row = 0; row < piece.m; ++row) std::copy_n(from + piece.place(row), piece.n, sum + row * piece.n);
+    return true;
+  }
+  // Into the caller's tensor, or set aside if the expert's rows go on in the next round.
+  void store_gradient(const Target& target, SetAside kind, RowRange rows, const Piece& piece, const T* sum) {
+    const bool complete = rows.end == data.pass.expert_rows(tile.expert).end;
+    for (std::int64_t row = 0; row < piece.m; ++row) {
+      const T* values = sum + row * piece.n;
+      if (complete) {
+        char* out = static_cast<char*>(target.data) + piece.place(row) * std::int64_t(size_of(target.dtype));
+        kernels.store_gradient(values, out, target.dtype, target.accumulate, piece.n);
+      } else {
+        std::copy_n(values, piece.n, data.sums[schedule::sum_place(tile.round)].*kind + piece.place(row));
+      }
     }
   }
 
-  // One tile of a weight gradient [rows_of_weight, columns_of_weight]: the sum over the expert's rows of left^T right.
+  // One tile of a weight gradient [rows_of_weight, columns_of_weight]: the sum over the expert's rows of left^T right, as
+  // far as the round has them.
   // left(rows, i), right(rows, j): these operands from weight row i, weight column j on.
   template <class Left, class Right>
-  void weight_gradient(const typename PassData<Storage>::Slot::Target& target, std::int64_t rows_of_weight,
-                       std::int64_t columns_of_weight, Left left, Right right) {
-    const RowRange rows = data.pass.expert_rows(tile.expert);
+  void weight_gradient(const Target& target, SetAside kind, std::int64_t rows_of_weight, std::int64_t columns_of_weight,
+                       Left left, Right right) {
+    const RowRange rows = summed_rows(data.pass, tile);
     if (!target.data || (rows.size() == 0 && target.accumulate)) return;
     const std::int64_t i = tile.row_block * sizes.tile.wgrad_rows;
     const std::int64_t j = tile.column_block * std::int64_t(sizes.tile.wgrad_columns);
     const std::int64_t m = std::min<std::int64_t>(sizes.tile.wgrad_rows, rows_of_weight - i);
     const std::int64_t n = std::min<std::int64_t>(sizes.tile.wgrad_columns, columns_of_weight - j);
+    const Piece piece{i, j, m, n, columns_of_weight};
     T* sum = product(m, n);
-    gemm(left(rows, i), right(rows, j), m, n, rows.size(), sum, n, false, memory.scratch);
-    store_gradient(target, sum, m, n, i, j, columns_of_weight);
+    const bool goes_on = take_up(kind, rows, piece, sum);
+    gemm(left(rows, i), right(rows, j), m, n, rows.size(), sum, n, goes_on, memory.scratch);
+    store_gradient(target, kind, rows, piece, sum);
   }
   void gate_up_wgrad() {
     weight_gradient(
-        slot.gate_up_grad, pre_width, hidden,
+        slot.gate_up_grad, &Sums::gate_up, pre_width, hidden,
         [&](RowRange rows, std::int64_t i) {
-          return Matrix::strided(along_rows, slot.d_pre_activation + rows.begin * pre_width + i, pre_width);
+          return Matrix::strided(along_rows, held(slot.d_pre_activation, rows.begin, pre_width) + i, pre_width);
         },
         [&](RowRange rows, std::int64_t j) { return Matrix::gathered(along_rows, token_rows(rows, true, j, 1)); });
   }
   void down_wgrad() {
     weight_gradient(
-        slot.down_grad, hidden, width,
+        slot.down_grad, &Sums::down, hidden, width,
         [&](RowRange rows, std::int64_t i) { return Matrix::gathered(along_rows, token_rows(rows, false, i, 0)); },
         [&](RowRange rows, std::int64_t j) {
-          return Matrix::strided(along_rows, slot.activated + rows.begin * width + j, width);
+          return Matrix::strided(along_rows, held(slot.activated, rows.begin, width) + j, width);
         });
   }
 
-  // Sum over the expert's rows, 64 at a time from its first, then over those sums in order.
+  // Sum over the expert's rows, 64 at a time from its first, then over those sums in order. A round ends between two row
+  // blocks, which are whole groups.
   template <class Row>
-  void bias_gradient(const typename PassData<Storage>::Slot::Target& target, std::int64_t columns, Row row) {
+  void bias_gradient(const Target& target, SetAside kind, std::int64_t columns, Row row) {
     if (!target.data) return;
-    const RowRange rows = data.pass.expert_rows(tile.expert);
+    const RowRange rows = summed_rows(data.pass, tile);
     T* total = product(2, columns);
     T* group = total + columns;
-    std::fill_n(total, columns, T(0));
+    const Piece piece{0, 0, 1, columns, columns};
+    if (!take_up(kind, rows, piece, total)) std::fill_n(total, columns, T(0));
     for (std::int64_t begin = rows.begin; begin < rows.end; begin += sum_group) {
       std::fill_n(group, columns, T(0));
       for (std::int64_t r = begin; r < std::min(begin + sum_group, rows.end); ++r) row(r, group);
       for (std::int64_t i = 0; i < columns; ++i) total[i] += group[i];
     }
-    store_gradient(target, total, 1, columns, 0, 0, columns);
+    store_gradient(target, kind, rows, piece, total);
   }
   void gate_up_bias_grad() {
-    bias_gradient(slot.gate_up_bias_grad, pre_width, [&](std::int64_t row, T* sum) {
-      kernels.add_scaled(T(1), slot.d_pre_activation + row * pre_width, sum, pre_width);
+    bias_gradient(slot.gate_up_bias_grad, &Sums::gate_up_bias, pre_width, [&](std::int64_t row, T* sum) {
+      kernels.add_scaled(T(1), held(slot.d_pre_activation, row, pre_width), sum, pre_width);
     });
   }
   void down_bias_grad() {
-    const RowRange rows = data.pass.expert_rows(tile.expert);
+    const RowRange rows = summed_rows(data.pass, tile);
     const Storage* const* dy = token_rows(rows, false, 0, 0);
     const bool after_down = data.weight_after_down(tile.expert);
-    bias_gradient(slot.down_bias_grad, hidden, [&](std::int64_t row, T* sum) {
+    bias_gradient(slot.down_bias_grad, &Sums::down_bias, hidden, [&](std::int64_t row, T* sum) {
       kernels.add_scaled(after_down ? data.weight(tile.expert, row) : T(1), dy[row - rows.begin], sum, hidden);
     });
   }

@@ -35,13 +35,15 @@ struct PassData {
   const std::int32_t* expert_rank = nullptr; // [E]
 
   // One expert slot: its weights, and where its rows' intermediate results lie. Row r of the slot (a routed row, or a
-  // token of a shared expert) is at base + r * width.
+  // token of a shared expert) is at base + (r - first_row_held) * width, as schedule/tile_order.hpp has it.
   struct Slot {
     const Storage *gate_up_proj = nullptr, *gate_up_bias = nullptr;  // [F I, H], [F I]
     const Storage *down_proj = nullptr, *down_bias = nullptr;        // [H, I], [H]
-    Storage* pre_activation = nullptr;   // [rows, F I]; null in a forward that saves nothing
+    Storage* pre_activation = nullptr;   // [rows, F I] of the first round; null in a forward that saves nothing
     Storage* activated = nullptr;        // [rows, I]: act (forward), weighted act (backward; may be null)
     Storage* d_pre_activation = nullptr; // [rows, F I], backward; null if nothing needs it
+    // Of later rounds, in backward only: [rows, F I] where dZ will be, which a down_dgrad tile writes over what it has read.
+    Storage* later_pre_activation = nullptr;
     // Weight gradients; null data: not wanted.
     struct Target {
       void* data = nullptr;
@@ -50,7 +52,13 @@ struct PassData {
     };
     Target gate_up_grad, gate_up_bias_grad, down_grad, down_bias_grad;
   };
+  // Sums of the expert that goes on in the next round (schedule::sum_place says which).
+  struct Sums {
+    T *gate_up = nullptr, *gate_up_bias = nullptr;  // [F I, H], [F I]
+    T *down = nullptr, *down_bias = nullptr;        // [H, I], [H]
+  };
   std::vector<Slot> slots;  // [L + S]
+  Sums sums[2];             // backward with rounds
 
   // Rows of this rank's tokens: [T, H] at a row stride.
   const Storage* x = nullptr;

@@ -33,7 +33,7 @@ struct RowKernels {
   struct ActivateBackwardArguments {
     const T* d_a;
     const Storage *z_gate, *z_up;
-    Storage *dz_gate, *dz_up;  // null: not wanted
+    Storage *dz_gate, *dz_up;  // null: not wanted; may be z_gate and z_up themselves
     Storage* a;                // null: not wanted
     T* dprob;                  // [ceil(width / 64)]
     T factor;

@@ -31,13 +31,16 @@ Batch make_batch(const schedule::Sizes& like, const std::vector<std::int32_t>& e
     s.tokens = tokens_of(r);
     s.max_chunks = schedule::ceil_div(most, s.chunk_tokens);
     s.max_row_blocks = all / s.tile.row_block + s.local_experts;
+    s.set_room(all, like.round_rows > 0 ? like.round_rows : all);
     for (std::int32_t e = 0; e < experts; ++e) {
       if (expert_rank[e] != r) continue;
       auto& routes = batch.routes[r];
       for (const auto& of_source : rows[e]) routes.insert(routes.end(), of_source.begin(), of_source.end());
     }
-    batch.headers[r].resize(static_cast<std::size_t>(schedule::Layout::header_length(ranks, s.local_experts)));
-    pass.layout = schedule::Layout::at(batch.headers[r].data(), batch.routes[r].data(), ranks, s.local_experts);
+    const std::int64_t length = schedule::Layout::header_length(ranks, s.local_experts, s.max_rounds);
+    batch.headers[r].resize(static_cast<std::size_t>(length));
+    pass.layout =
+        schedule::Layout::at(batch.headers[r].data(), batch.routes[r].data(), ranks, s.local_experts, s.max_rounds);
     *pass.layout.valid_tokens = s.tokens;
     for (std::int32_t source = 0; source < ranks; ++source) pass.layout.tokens_of_rank[source] = tokens_of(source);
     schedule::fill_layout(s, pass.layout, experts, expert_rank.data(), [&](std::int32_t source, std::int32_t e) {

@@ -56,7 +56,7 @@ TileWork tile_work(const Pass& pass, const Tile& tile, std::int64_t element_size
     const double columns = part(s.hidden_size, s.tile.columns, tile.column_block);
     return {2 * block_rows() * columns * k, 0, foreign_rows() * columns * size};
   };
-  const auto expert_rows = [&] { return static_cast<double>(pass.expert_rows(tile.expert).size()); };
+  const auto summed_rows = [&] { return static_cast<double>(schedule::summed_rows(pass, tile).size()); };
   switch (tile.stage) {
     case Stage::publish: return {0, 2 * part(s.tokens, s.chunk_tokens, tile.row_block) * h * size};
     case Stage::layout:
@@ -77,15 +77,15 @@ TileWork tile_work(const Pass& pass, const Tile& tile, std::int64_t element_size
       return {2 * block_rows() * part(s.width(tile.expert), s.down_dgrad_columns(), tile.column_block) * h, 0};
     case Stage::gate_up_dgrad: return to_slots(pre);
     case Stage::gate_up_wgrad:
-      return {2 * expert_rows() * part(static_cast<std::int64_t>(pre), s.tile.wgrad_rows, tile.row_block) *
+      return {2 * summed_rows() * part(static_cast<std::int64_t>(pre), s.tile.wgrad_rows, tile.row_block) *
                   part(s.hidden_size, s.tile.wgrad_columns, tile.column_block),
               0};
     case Stage::down_wgrad:
-      return {2 * expert_rows() * part(s.hidden_size, s.tile.wgrad_rows, tile.row_block) *
+      return {2 * summed_rows() * part(s.hidden_size, s.tile.wgrad_rows, tile.row_block) *
                   part(s.width(tile.expert), s.tile.wgrad_columns, tile.column_block),
               0};
-    case Stage::gate_up_bias_grad: return {0, expert_rows() * pre * size};
-    case Stage::down_bias_grad: return {0, expert_rows() * h * size};
+    case Stage::gate_up_bias_grad: return {0, summed_rows() * pre * size};
+    case Stage::down_bias_grad: return {0, summed_rows() * h * size};
   }
   return {};
 }
