@@ -986,6 +986,14 @@ TEST(RouterMath, UnitsCoverTokensOnceAndNeverCrossASequence) {
       ASSERT_EQ(at, tokens);
     }
   EXPECT_EQ(Units::of(0, 1).count, 0);
+  for (std::int64_t tokens : {1, 16, 17, 100, 128, 512}) {  // of another size
+    const Units units = Units::of(tokens, 1, 16);
+    EXPECT_EQ(units.count, (tokens + 15) / 16);
+    for (std::int64_t u = 0; u < units.count; ++u) {
+      EXPECT_EQ(units.begin(u), 16 * u);
+      EXPECT_EQ(units.end(u), std::min<std::int64_t>(16 * u + 16, tokens));
+    }
+  }
 }
 
 }  // namespace

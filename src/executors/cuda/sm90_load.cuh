@@ -96,6 +96,7 @@ __device__ __forceinline__ void load_b(const Parameters& p, SharedMemory<N>& sha
   const schedule::Sizes& sizes = shared.data().pass.sizes;
   RingPosition<Shape::works> position(0);
   RingPosition<Shape::stages> ring(0);
+  const bool told = cluster_rank() == 0 && !takes_far_ahead(shared);  // somebody waits for it
   while (true) {
     barrier_wait(shared_address(&shared.work_full[position.slot]), position.parity);
     const Work& work = shared.work[position.slot];
@@ -105,8 +106,8 @@ __device__ __forceinline__ void load_b(const Parameters& p, SharedMemory<N>& sha
     const std::uint32_t nearly_loaded = shared_address(&shared.nearly_loaded[position.slot]);
     position.next();
     if (job.last) break;
-    const int tell = max(0, job.k_steps - Shape::lead_stages);
-    if (job.k_steps == 0) barrier_arrive(nearly_loaded);
+    const int tell = told ? max(0, job.k_steps - Shape::lead_stages) : -1;
+    if (told && job.k_steps == 0) barrier_arrive(nearly_loaded);
     const GroupMaps& maps = p.maps[job.group];
     const bool of_down = job.stage == Stage::down || job.stage == Stage::down_dgrad;
     const bool again = job.stage == Stage::gate_up && sizes.direction == schedule::Direction::backward;

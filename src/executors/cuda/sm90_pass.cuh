@@ -138,6 +138,11 @@ struct SharedMemory {
 
   std::uint32_t moment[2][4];  // of the timeline: what would otherwise take registers of the computing warps
 };
+// Whether the first block takes its next tile as soon as it has one: of many tiles. Of few, see BlockShape::lead_stages.
+template <int N>
+__device__ __forceinline__ bool takes_far_ahead(const SharedMemory<N>& shared) {
+  return shared.tiles > std::int64_t(BlockShape<N>::many) * (gridDim.x / cluster_blocks);
+}
 template <int N>
 inline constexpr int shared_bytes = sizeof(SharedMemory<N>);
 static_assert(shared_bytes<128> <= 232448 && shared_bytes<192> <= 232448);

@@ -239,7 +239,7 @@ __device__ __forceinline__ void take_tiles(SharedMemory<N>& shared, int lane) {
   auto take = [&]() -> unsigned long long {
     return lane == 0 ? atomicAdd(data.counters.control + PassCounters::next_tile, 1ull) : 0ull;
   };
-  const bool far_ahead = tiles > std::int64_t(SharedMemory<N>::Shape::many) * (gridDim.x / cluster_blocks);
+  const bool far_ahead = takes_far_ahead(shared);
   unsigned long long taken = take();
   await_descriptions(data, tiles);
   std::int64_t index = 0;
