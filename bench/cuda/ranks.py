@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node=N bench/cuda/ranks.py [--shape NAME] [--rounds N] [--json FILE] [--device cpu]
 
 T tokens a rank, experts split over all ranks, bfloat16, balanced random routing, from router logits on. Correctness first: y and
-dx of some tokens of each rank against float32 (1e-2 by row), and an expert's weight gradients against plain PyTorch's. Then all
+dx of some tokens of each rank against float32 (1e-2 by row), and an expert's weight gradients against plain PyTorch's (2e-2, since both are rounded). Then all
 take turns (timing.py), each begun by all ranks together; the slowest rank's median counts. "alone" is the layer on one GPU with
 as many experts as each rank has and the same T, so the same rows and no other rank: alone / moelith is what the ranks keep of it.
 """
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import rivals
 import timing
-from layer_rivals import BOUND, error
+from layer_rivals import BOUND, error, within_bound
 from moelith import MoE, PlanOptions
 from moelith.runtime import Group
 from shapes import SEVERAL_RANKS, Shape, router_logits
@@ -174,7 +174,7 @@ def link_bytes(problem):
 def measure(name, shape, group, rounds, device):
     problem = Problem(shape, group, device)
     errors, between = check(problem)
-    assert all(e <= BOUND for e in errors.values()), f"{name}: {errors}"
+    assert within_bound(errors) and within_bound(between, 2 * BOUND), f"{name}: {errors}, {between}"
     timing.free()
     turns = {c: lambda clock, c=c: problem.run(c, clock) for c in problem.contenders}
     times = {}

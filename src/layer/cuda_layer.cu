@@ -410,17 +410,28 @@ class CudaLayer final : public DeviceLayer {
   schedule::TileShape tile_shape(int columns) const {
     return executors::cuda::sm90_tile_shape(columns, config_.activation.gated() ? 2 : 1, config_.top_k);
   }
-  // Where even tiles of 128 columns are too few for all pairs of SMs, they are more than those of 192.
-  schedule::TileShape tile_of(std::int64_t tokens) const {
-    const schedule::TileShape narrow = tile_shape(128);
-    const std::int64_t tiles = tokens * config_.top_k * schedule::ceil_div(config_.intermediate_size, narrow.gate_up);
-    return plan_.options.tile_columns == 0 && !ranks_ && tiles <= multiprocessors_ / 2 ? narrow : tile_;
+  // Up to so many tokens even tiles of 128 columns are too few for all pairs of SMs, and they are more than those of 192.
+  std::int64_t narrow_tokens() const {
+    if (plan_.options.tile_columns != 0 || ranks_) return 0;
+    return multiprocessors_ / 2 / (config_.top_k * schedule::ceil_div(config_.intermediate_size, tile_shape(128).gate_up));
   }
+  schedule::TileShape tile_of(std::int64_t tokens) const { return tokens <= narrow_tokens() ? tile_shape(128) : tile_; }
 
   // Remembers the last one, since calls of one size follow each other.
   std::shared_ptr<const Placement> placement(std::int64_t tokens) const {
     const std::lock_guard lock(placement_mutex_);
     if (placement_ && placement_->geometry.tokens == tokens) return placement_;
+    auto made = place(tokens);
+    // More and smaller tiles take up more room: buffers for many tokens are large enough for few, too.
+    if (const std::int64_t few = narrow_tokens(); few > 0 && tokens > few) {
+      const BufferSizes sizes = place(few)->sizes;
+      made->sizes.saved = std::max(made->sizes.saved, sizes.saved);
+      made->sizes.workspace = std::max(made->sizes.workspace, sizes.workspace);
+    }
+    placement_ = made;
+    return made;
+  }
+  std::shared_ptr<Placement> place(std::int64_t tokens) const {
     auto made = std::make_shared<Placement>();
     const Geometry& geometry = made->geometry = plan_.geometry(tokens, tile_of(tokens));
     made->kept = SavedBuffer::of(geometry, true);
@@ -440,7 +451,6 @@ class CudaLayer final : public DeviceLayer {
     const std::uint64_t zero_dy = ranks_ ? 2 * std::uint64_t(tokens) * geometry.config.hidden_size : 0;
     made->sizes = {made->extras.size, std::max(made->forward_tiles + table, made->backward_zero_dy + zero_dy),
                    made->kept.formula + ", and " + std::to_string(made->extras.size - made->kept.size) + " bytes of gates and counters"};
-    placement_ = made;
     return made;
   }
 
