@@ -212,8 +212,8 @@ TEST(CudaProcesses, SameBitsWhereEachSeesItsOwnGpuAlone) {
     expect_bits_of_one_rank(2, true);
   } catch (const std::exception& error) {  // a driver that does not open such memory: by name
     const std::string text = error.what();
-    std::printf("GPUs that are hidden from each other's processes: %s\n", text.c_str());
-    EXPECT_NE(text.find("CUDA_VISIBLE_DEVICES hides that GPU from this process"), std::string::npos) << text;
+    if (text.find("CUDA_VISIBLE_DEVICES hides that GPU from this process") == std::string::npos) throw;
+    GTEST_SKIP() << text;
   }
 }
 
