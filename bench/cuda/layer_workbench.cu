@@ -59,20 +59,36 @@ struct Argument {
 template <int Size>
 __global__ void empty_kernel(const __grid_constant__ Argument<Size>) {}
 
-void measure(const std::string& name, std::int64_t hidden, std::int64_t width, int experts, int top_k, std::int64_t tokens) {
-  LayerConfig c;
-  c.hidden_size = hidden, c.intermediate_size = width, c.num_experts = experts, c.top_k = top_k;
-  PlanOptions options;
-  options.max_tokens = tokens, options.device = DeviceKind::cuda;
-  const Plan plan = Plan::create(c, options);
-  const DataType bf16 = DataType::bfloat16, f32 = DataType::float32;
+// A layer on random numbers, and what its forward reads and writes.
+struct Layer {
+  Plan plan;
   Inputs in;
-  in.x = tensor(bf16, {tokens, hidden}, 1.0f, 1);
-  in.router_logits = tensor(f32, {tokens, experts}, 1.0f, 2);
-  in.weights.gate_up_proj = tensor(bf16, {experts, 2 * width, hidden}, 1.0f / std::sqrt(float(hidden)), 3);
-  in.weights.down_proj = tensor(bf16, {experts, hidden, width}, 1.0f / std::sqrt(float(width)), 4);
   Outputs out;
-  out.y = tensor(bf16, {tokens, hidden});
+
+  Layer(std::int64_t hidden, std::int64_t width, int experts, int top_k, std::int64_t tokens)
+      : plan(make_plan(hidden, width, experts, top_k, tokens)) {
+    const DataType bf16 = DataType::bfloat16, f32 = DataType::float32;
+    in.x = tensor(bf16, {tokens, hidden}, 1.0f, 1);
+    in.router_logits = tensor(f32, {tokens, experts}, 1.0f, 2);
+    in.weights.gate_up_proj = tensor(bf16, {experts, 2 * width, hidden}, 1.0f / std::sqrt(float(hidden)), 3);
+    in.weights.down_proj = tensor(bf16, {experts, hidden, width}, 1.0f / std::sqrt(float(width)), 4);
+    out.y = tensor(bf16, {tokens, hidden});
+  }
+  static Plan make_plan(std::int64_t hidden, std::int64_t width, int experts, int top_k, std::int64_t tokens) {
+    LayerConfig c;
+    c.hidden_size = hidden, c.intermediate_size = width, c.num_experts = experts, c.top_k = top_k;
+    PlanOptions options;
+    options.max_tokens = tokens, options.device = DeviceKind::cuda;
+    return Plan::create(c, options);
+  }
+};
+
+void measure(const std::string& name, std::int64_t hidden, std::int64_t width, int experts, int top_k, std::int64_t tokens) {
+  Layer layer(hidden, width, experts, top_k, tokens);
+  const Plan& plan = layer.plan;
+  Inputs& in = layer.in;
+  Outputs& out = layer.out;
+  const DataType bf16 = DataType::bfloat16, f32 = DataType::float32;
   OutputGradients up;
   up.y = tensor(bf16, {tokens, hidden}, 1.0f, 5);
   InputGradients grad;
@@ -121,19 +137,10 @@ __global__ void idle(unsigned long long nanoseconds) {
 void measure_small(const std::string& name, std::int64_t hidden, std::int64_t width, int experts, int top_k) {
   constexpr double bytes_per_us = 4.8e6;  // an H200's memory, by its data sheet
   for (const std::int64_t tokens : {1, 8, 64, 512}) {
-    LayerConfig c;
-    c.hidden_size = hidden, c.intermediate_size = width, c.num_experts = experts, c.top_k = top_k;
-    PlanOptions options;
-    options.max_tokens = tokens, options.device = DeviceKind::cuda;
-    const Plan plan = Plan::create(c, options);
-    const DataType bf16 = DataType::bfloat16, f32 = DataType::float32;
-    Inputs in;
-    in.x = tensor(bf16, {tokens, hidden}, 1.0f, 1);
-    in.router_logits = tensor(f32, {tokens, experts}, 1.0f, 2);
-    in.weights.gate_up_proj = tensor(bf16, {experts, 2 * width, hidden}, 1.0f / std::sqrt(float(hidden)), 3);
-    in.weights.down_proj = tensor(bf16, {experts, hidden, width}, 1.0f / std::sqrt(float(width)), 4);
-    Outputs out;
-    out.y = tensor(bf16, {tokens, hidden});
+    Layer layer(hidden, width, experts, top_k, tokens);
+    const Plan& plan = layer.plan;
+    Inputs& in = layer.in;
+    Outputs& out = layer.out;
     out.expert_counts = tensor(DataType::int64, {experts});
     void* workspace = allocate(plan.buffer_sizes(tokens).workspace);
     cudaStream_t stream;

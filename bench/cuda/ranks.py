@@ -19,7 +19,7 @@ import timing
 from layer_rivals import BOUND, error, within_bound
 from moelith import MoE, PlanOptions
 from moelith.runtime import Group
-from shapes import SEVERAL_RANKS, Shape, router_logits
+from shapes import SEVERAL_RANKS, router_logits
 
 
 class AllToAll(torch.autograd.Function):
