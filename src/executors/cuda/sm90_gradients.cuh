@@ -1,10 +1,10 @@
 // Gradients of weights: what a tile's sums become, and what they are added to.
 //
-// A caller's main gradient is read and written once, by the tile that owns the element. A warp that asks for 1 KiB at a time and
-// waits for it would get 1 byte a cycle from memory, so the old values are on their way long before: by `cp.async`, which
-// takes no registers, into the memory that rows are packed through (no rows are packed beside weight gradients), two steps
-// ahead (OldValues). And 8 lanes write 128 bytes of a row together: a store of 16 bytes that leaves the other half of a
-// sector to the next one has the second-level cache put the two together.
+// A caller's main gradient is read and written once, by the tile that owns the element. A thread reads and writes the pairs
+// of columns that it has sums of (four threads 32 bytes of a row): through shared memory rows would come in larger pieces,
+// but a warp of an epilogue is alone on its scheduler, and each step through there is a chain of latencies. The old values
+// are on their way three steps before they are needed, by `cp.async`, which takes no registers, in the memory that rows are
+// packed through (no rows are packed beside weight gradients) and the warp's own.
 #pragma once
 
 #include "executors/cuda/sm90_epilogue.cuh"
@@ -34,66 +34,73 @@ struct WeightGradient {
   }
 };
 
-// A warp's part of a tile in steps of 16 rows by 32 columns; a lane has 4 columns of four rows.
+// A thread's part of a tile in steps of 16 rows (of a warp) by 32 columns: pairs of columns 8 g + 2 (lane % 4) of rows
+// lane / 4 and 8 below. Steps count through N columns and two blocks of 64 rows, whether they are there or not.
+template <int N>
 struct GradientSteps {
-  static constexpr int lane_rows = 4;
-  int rows, columns, slabs, row, column;  // of the tile; columns in steps of 32; this lane's first
+  static constexpr int slabs = N / 32, count = 2 * slabs, pairs = 8;
+  char* first;            // the thread's first pair
+  std::int64_t below;     // bytes from a row to the one 8 below
+  int size, rows, columns;  // bytes of a value; rows from the thread's first on; columns of the tile
 
-  __device__ __forceinline__ GradientSteps(const Work& work, const Warp& warp)
-      : rows(work.rows),
-        columns(work.columns),
-        slabs((work.columns + 31) / 32),
-        row(warp.index * 16 + warp.lane / 8),
-        column(warp.lane % 8 * 4) {}
-  __device__ __forceinline__ int count() const { return (rows > 64 ? 2 : 1) * slabs; }
-  __device__ __forceinline__ int block_of(int step) const { return step >= slabs ? 1 : 0; }
-  __device__ __forceinline__ int slab_of(int step) const { return step >= slabs ? step - slabs : step; }
-  // Row and column of the lane's values in its i-th row. False: they are not there.
-  __device__ __forceinline__ bool place(int step, int i, int& r, int& c) const {
-    r = block_of(step) * 64 + row + 4 * i, c = slab_of(step) * 32 + column;
-    return r < rows && c < columns;
+  __device__ __forceinline__ GradientSteps(const WeightGradient& gradient, const Work& work, const Warp& warp) {
+    const int row = warp.index * 16 + warp.lane / 4;
+    first = gradient.at(work.output_row + row, work.column + warp.lane % 4 * 2);
+    size = gradient.target.is_float ? 4 : 2;
+    below = 8 * gradient.n * size;
+    rows = work.rows - row, columns = work.columns;
+  }
+  static constexpr int block(int step) { return step / slabs; }
+  static constexpr int group(int step, int pair) { return step % slabs * 4 + pair / 2; }  // of 8 columns
+  __device__ __forceinline__ bool there(int step, int pair) const {
+    return block(step) * 64 + pair % 2 * 8 < rows && group(step, pair) * 8 < columns;
+  }
+  __device__ __forceinline__ char* at(int step, int pair) const {
+    return first + (block(step) * 8 + pair % 2) * below + group(step, pair) * 8 * size;
   }
 };
 
-// The old values of two steps, in 4 KiB of the warp's own. A lane reads what it asked for itself.
+// The old values of `ahead` steps. A thread reads what it asked for itself.
 class OldValues {
  public:
+  static constexpr int ahead = 3;
+
   template <class Memory>
-  __device__ __forceinline__ OldValues(Memory& shared) {
-    const int thread = thread_now() - first_consumer;
-    place_ = shared_address(shared.packing) + thread / 32 * 4096 + thread % 32 * 16;
-    static_assert(sizeof(shared.packing) >= 8 * 4096);
+  explicit __device__ __forceinline__ OldValues(Memory& shared) {
+    const int thread = thread_now() - first_consumer, warp = thread / 32, lane = thread % 32;
+    constexpr int of_packing = (ahead - 1) * bytes;
+    static_assert(sizeof(shared.packing) >= 8 * of_packing && sizeof(shared.staging[0]) >= bytes);
+    packing_ = shared_address(shared.packing) + warp * of_packing + lane * 8;
+    staging_ = shared_address(shared.staging[warp]) + lane * 8;
   }
-  __device__ __forceinline__ void ask(const WeightGradient& gradient, const Work& work, const GradientSteps& steps, int step) {
-    if (step < steps.count()) {
+  template <int N>
+  __device__ __forceinline__ void ask(const GradientSteps<N>& steps, int step) {
+    if (step < GradientSteps<N>::count) {
 #pragma unroll
-      for (int i = 0; i < GradientSteps::lane_rows; ++i) {
-        int r, c;
-        if (!steps.place(step, i, r, c)) continue;
-        const char* from = gradient.at(work.output_row + r, work.column + c);
-        if (gradient.target.is_float) {
-          copy_async<16>(of(step, i), from);
+      for (int pair = 0; pair < GradientSteps<N>::pairs; ++pair) {
+        if (!steps.there(step, pair)) continue;
+        if (steps.size == 4) {
+          copy_async<8>(of(step, pair), steps.at(step, pair));
         } else {
-          copy_async<8>(of(step, i), from);
+          copy_async<4>(of(step, pair), steps.at(step, pair));
         }
       }
     }
     copies_commit();  // an empty one too: they are counted
   }
-  // Once the step's have come; those of the next step may still be on their way.
-  __device__ __forceinline__ void add(const GradientTarget& target, int step, int i, float (&f)[4]) const {
-    const uint4 old = load_shared_16(of(step, i));
-    if (target.is_float) {
-      f[0] += __uint_as_float(old.x), f[1] += __uint_as_float(old.y), f[2] += __uint_as_float(old.z), f[3] += __uint_as_float(old.w);
-    } else {
-      f[0] += low_bfloat16(old.x), f[1] += high_bfloat16(old.x), f[2] += low_bfloat16(old.y), f[3] += high_bfloat16(old.y);
-    }
-  }
+  // Once the step's have come; those of later steps may still be on their way.
+  __device__ __forceinline__ float2 float_pair(int step, int pair) const { return load_shared_8(of(step, pair)); }
+  __device__ __forceinline__ std::uint32_t bfloat16_pair(int step, int pair) const { return load_shared_4(of(step, pair)); }
 
  private:
-  __device__ __forceinline__ std::uint32_t of(int step, int i) const { return place_ + step % 2 * 2048 + i * 512; }
+  static constexpr int bytes = 2048;  // of a warp's step: 8 pairs of 32 threads
 
-  std::uint32_t place_;
+  __device__ __forceinline__ std::uint32_t of(int step, int pair) const {
+    const int turn = step % ahead;
+    return (turn == ahead - 1 ? staging_ : packing_ + turn * bytes) + pair * 256;
+  }
+
+  std::uint32_t packing_, staging_;
 };
 
 // An expert without rows leaves what it would add to as it is.
@@ -101,55 +108,48 @@ __device__ __forceinline__ bool adds_to_old(const WeightGradient& gradient, cons
   return gradient.target && gradient.target.accumulate && work.sum_rows > 0;
 }
 // Before a tile's products.
-template <class Memory>
+template <int N, class Memory>
 __device__ __forceinline__ void ask_for_old_values(Memory& shared, const PassData& data, const Work& work) {
   const WeightGradient gradient(data, work);
   if (!adds_to_old(gradient, work)) return;
-  const GradientSteps steps(work, Warp::now(shared));
+  const GradientSteps<N> steps(gradient, work, Warp::now(shared));
   OldValues old(shared);
-  old.ask(gradient, work, steps, 0), old.ask(gradient, work, steps, 1);
+#pragma unroll
+  for (int step = 0; step < OldValues::ahead; ++step) old.ask(steps, step);
 }
 
 // out[output_row + r, column ..] (+)= sum. Without rows the sum is 0.
 template <int N, class Memory>
-__device__ __forceinline__ void store_weight_gradient(Memory& shared, const PassData& data, const Sums<N>& sums,
-                                                      const Work& work, const Warp& warp) {
+__device__ __forceinline__ void store_weight_gradient(Memory& shared, const PassData& data, Sums<N>& sums, const Work& work,
+                                                      const Warp& warp) {
   const WeightGradient gradient(data, work);
-  const bool adds = adds_to_old(gradient, work);
+  const bool adds = adds_to_old(gradient, work), is_float = gradient.target.is_float;
   if (!gradient.target || (gradient.target.accumulate && !adds)) return;
-  if (!gradient.target.is_float && !adds) {
+  if (is_float || adds) {
+    const GradientSteps<N> steps(gradient, work, warp);
+    OldValues old(shared);
+#pragma unroll
+    for (int step = 0; step < GradientSteps<N>::count; ++step) {
+      if (adds) copies_wait<OldValues::ahead - 1>();
+#pragma unroll
+      for (int pair = 0; pair < GradientSteps<N>::pairs; ++pair) {
+        if (!steps.there(step, pair)) continue;
+        float* v = sums.value[GradientSteps<N>::block(step)] + GradientSteps<N>::group(step, pair) * 4 + pair % 2 * 2;
+        if (adds && is_float) {
+          const float2 before = old.float_pair(step, pair);
+          v[0] += before.x, v[1] += before.y;
+        } else if (adds) {
+          const std::uint32_t before = old.bfloat16_pair(step, pair);
+          v[0] += low_bfloat16(before), v[1] += high_bfloat16(before);
+        }
+        if (is_float) *reinterpret_cast<float2*>(steps.at(step, pair)) = {v[0], v[1]};
+      }
+      if (adds) old.ask(steps, step + OldValues::ahead);
+    }
+  }
+  if (!is_float) {
     bf16* out = reinterpret_cast<bf16*>(gradient.at(work.output_row, work.column));
     store_rounded(RoundedSums<N>(sums), work.rows, work.columns, warp, [&](int row) { return out + row * gradient.n; });
-    return;
-  }
-  constexpr int all_slabs = N / 32;
-  const GradientSteps steps(work, warp);
-  OldValues old(shared);
-#pragma unroll 1
-  for (int step = 0; step < steps.count(); ++step) {
-    with_constant<2 * all_slabs>(steps.block_of(step) * all_slabs + steps.slab_of(step), [&](auto constant) {
-      constexpr int m = constant.value / all_slabs, group = constant.value % all_slabs * 4;
-      deposit_float<N, m, 0>(sums, group, warp.staging, warp.lane);
-      deposit_float<N, m, 1>(sums, group, warp.staging + 8 * 128, warp.lane);
-    });
-    __syncwarp();
-    if (adds) copies_wait<1>();
-#pragma unroll 1
-    for (int i = 0; i < GradientSteps::lane_rows; ++i) {
-      int r, c;
-      if (!steps.place(step, i, r, c)) continue;
-      float f[4];
-      staged_floats(warp.staging, warp.lane / 8 + 4 * i, warp.lane % 8, f);
-      if (adds) old.add(gradient.target, step, i, f);
-      char* to = gradient.at(work.output_row + r, work.column + c);
-      if (gradient.target.is_float) {
-        *reinterpret_cast<float4*>(to) = {f[0], f[1], f[2], f[3]};
-      } else {
-        *reinterpret_cast<uint2*>(to) = {pack_bfloat16(f[0], f[1]), pack_bfloat16(f[2], f[3])};
-      }
-    }
-    __syncwarp();
-    if (adds) old.ask(gradient, work, steps, step + 2);
   }
 }
 

@@ -90,7 +90,7 @@ __device__ __forceinline__ void compute_tiles(SharedMemory<N>& shared, int group
           down_bias_gradient<Ranks>(data, work, staging, group, thread_now() % 128);
         }
       } else {
-        ask_for_old_values(shared, data, work);
+        ask_for_old_values<N>(shared, data, work);
         Sums<N> sums;
         multiplied(sums, along_mn, along_mn);
         store_weight_gradient<N>(shared, data, sums, work, Warp::now(shared));
