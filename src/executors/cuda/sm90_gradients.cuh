@@ -3,8 +3,8 @@
 // A caller's main gradient is read and written once, by the tile that owns the element. A thread reads and writes the pairs
 // of columns that it has sums of (four threads 32 bytes of a row): through shared memory rows would come in larger pieces,
 // but a warp of an epilogue is alone on its scheduler, and each step through there is a chain of latencies. The old values
-// are on their way three steps before they are needed, by `cp.async`, which takes no registers, in the memory that rows are
-// packed through (no rows are packed beside weight gradients) and the warp's own.
+// are on their way two steps before they are needed, by `cp.async`, which takes no registers, in the memory that rows are
+// packed through (no rows are packed beside weight gradients).
 #pragma once
 
 #include "executors/cuda/sm90_epilogue.cuh"
@@ -63,15 +63,13 @@ struct GradientSteps {
 // The old values of `ahead` steps. A thread reads what it asked for itself.
 class OldValues {
  public:
-  static constexpr int ahead = 3;
+  static constexpr int ahead = 2;
 
   template <class Memory>
   explicit __device__ __forceinline__ OldValues(Memory& shared) {
-    const int thread = thread_now() - first_consumer, warp = thread / 32, lane = thread % 32;
-    constexpr int of_packing = (ahead - 1) * bytes;
-    static_assert(sizeof(shared.packing) >= 8 * of_packing && sizeof(shared.staging[0]) >= bytes);
-    packing_ = shared_address(shared.packing) + warp * of_packing + lane * 8;
-    staging_ = shared_address(shared.staging[warp]) + lane * 8;
+    const int thread = thread_now() - first_consumer;
+    static_assert(sizeof(shared.packing) >= 8 * ahead * bytes);
+    place_ = shared_address(shared.packing) + thread / 32 * (ahead * bytes) + thread % 32 * 8;
   }
   template <int N>
   __device__ __forceinline__ void ask(const GradientSteps<N>& steps, int step) {
@@ -96,11 +94,10 @@ class OldValues {
   static constexpr int bytes = 2048;  // of a warp's step: 8 pairs of 32 threads
 
   __device__ __forceinline__ std::uint32_t of(int step, int pair) const {
-    const int turn = step % ahead;
-    return (turn == ahead - 1 ? staging_ : packing_ + turn * bytes) + pair * 256;
+    return place_ + step % ahead * bytes + pair * 256;
   }
 
-  std::uint32_t packing_, staging_;
+  std::uint32_t place_;
 };
 
 // An expert without rows leaves what it would add to as it is.
