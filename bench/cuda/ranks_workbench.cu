@@ -244,7 +244,7 @@ class Bench {
     std::int64_t token = 0;
     for (const Rank* rank : ranks) {
       const std::int64_t tokens = rank->in.x.shape[0];
-      for (const TensorView Inputs::*name : {&Inputs::x, &Inputs::router_logits}) {
+      for (auto name : {&Inputs::x, &Inputs::router_logits}) {
         const TensorView part = rows_of(all_.in.*name, token, tokens), &own = rank->in.*name;
         if (own.data != part.data) {
           check(cudaMemcpy(own.data, part.data, own.numel() * size_of(own.dtype), cudaMemcpyDefault), "copy to another GPU");
