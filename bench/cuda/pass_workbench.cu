@@ -3,8 +3,8 @@
 //
 //   pass_workbench [check] [time] [forward] [128] [192] [json FILE COMMIT] [SHAPE ..]
 //     check: small shapes with every feature; time: the shapes of the speed table; forward: no backward; json: what
-//     time found also in a file. GROUP and RASTER in the environment: row blocks in the order of tiles
-//     (schedule/extents.hpp).
+//     time found also in a file. GROUP and RASTER (at most 32) in the environment: row blocks in the order of
+//     tiles (schedule/extents.hpp).
 //
 // Build: nvcc -gencode=arch=compute_90a,code=sm_90a -std=c++20 --expt-relaxed-constexpr --extended-lambda -O3
 //        -Isrc -Iinclude -I<cutlass>/include bench/cuda/pass_workbench.cu src/executors/cuda/*.cu -lcublas

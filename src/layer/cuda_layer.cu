@@ -420,7 +420,10 @@ class CudaLayer final : public DeviceLayer {
     if (plan_.options.tile_columns != 0 || ranks_) return 0;
     return multiprocessors_ / 2 / (config_.top_k * schedule::ceil_div(config_.intermediate_size, tile_shape(128).gate_up));
   }
-  schedule::TileShape tile_of(std::int64_t tokens) const { return tokens <= narrow_tokens() ? tile_shape(128) : tile_; }
+  schedule::TileShape tile_of(std::int64_t tokens) const {
+    const std::int64_t few = narrow_tokens();
+    return few > 0 && tokens <= few ? tile_shape(128) : tile_;
+  }
 
   // Remembers the last one, since calls of one size follow each other.
   std::shared_ptr<const Placement> placement(std::int64_t tokens) const {

@@ -64,7 +64,8 @@ struct TileShape {
   std::int32_t wgrad_columns = 128;
   std::int32_t token_block = 64;     // tokens of a combine tile
   std::int32_t group_blocks = 32;    // row blocks that pass from one stage to the next together (see tile_order.hpp)
-  std::int32_t raster_blocks = 0;    // within a group, row blocks whose column tiles come together; 0: all of the group
+  std::int32_t raster_blocks = 0;    // within a group, row blocks whose column tiles come together: at most so many of an
+                                     // expert's; 0: all of the group
 };
 
 // Everything that is fixed before the call's routing is known. Plain data, copied to the device as it is.

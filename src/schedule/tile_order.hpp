@@ -33,13 +33,30 @@
 
 namespace moelith::schedule {
 
+// The expert that has row block `block`, counted over all of them: the last one with block_begin <= block.
+MOELITH_HD inline std::int32_t expert_of_block(const std::int64_t* block_begin, std::int32_t experts, std::int64_t block) {
+  std::int32_t low = 0, high = experts;
+  while (high - low > 1) {
+    const std::int32_t middle = (low + high) >> 1;
+    if (block_begin[middle] <= block) low = middle; else high = middle;
+  }
+  return low;
+}
+MOELITH_HD inline std::int32_t expert_of_block(const Pass& pass, std::int64_t block) {
+  return expert_of_block(pass.layout.block_begin, pass.sizes.local_experts, block);
+}
+
 // Stages over the same row blocks, one a group of blocks behind the other: segment s runs stage i on group s - i. So a
 // stage finds its input finished, or nearly, and still in cache.
 struct Pipeline {
   static constexpr int max_stages = 3;  // loops run over all: a stage that is not there has no columns
   std::int64_t blocks = 0;               // row blocks
   std::int64_t group = 1;                // blocks of a group
-  std::int64_t raster = 1;               // of these, blocks whose columns come together
+  std::int64_t raster = 0;               // of these, at most so many blocks of an expert whose columns come together; 0: the group
+  // The experts: e has the blocks from block_begin[e] - first on. Null: there is one.
+  const std::int64_t* block_begin = nullptr;
+  std::int32_t experts = 1;
+  std::int64_t first = 0;
   Stage stage[max_stages] = {};
   std::int64_t columns[max_stages] = {}; // column tiles per block
 
@@ -55,8 +72,21 @@ struct Pipeline {
     for (int i = 0; i < max_stages; ++i) tiles += columns[i] * min_of(max_of(s - i, 0) * group, blocks);
     return tiles;
   }
-  // Within a group: some blocks at a time, and those column by column, so that the blocks of one expert read the same
-  // weights together, and the tiles of one block, which read the same rows, are not far apart either.
+  // Within a group: the blocks of one expert at a time, or an even part of them, and those column by column. So they read the
+  // same weights together and nobody reads them later, and the tiles of one block, which read the same rows, are not far
+  // apart either. The raster of `block`, of the blocks [begin, end) of a group:
+  MOELITH_HD void raster_of(std::int64_t block, std::int64_t begin, std::int64_t end, std::int64_t& raster_begin,
+                            std::int64_t& raster_end) const {
+    raster_begin = begin, raster_end = end;
+    if (raster == 0) return;
+    if (block_begin) {
+      const std::int32_t expert = expert_of_block(block_begin, experts, first + block);
+      begin = max_of(begin, block_begin[expert] - first), end = min_of(end, block_begin[expert + 1] - first);
+    }
+    const std::int64_t size = ceil_div(end - begin, ceil_div(end - begin, raster));
+    raster_begin = begin + quotient(block - begin, size) * size;
+    raster_end = min_of(raster_begin + size, end);
+  }
   MOELITH_HD void decode(std::int64_t index, Stage& out_stage, std::int64_t& block, std::int32_t& column) const {
     // The segment, if all of them were as long as those in the middle; then a few steps to the right one.
     std::int64_t lead = 0;
@@ -65,20 +95,22 @@ struct Pipeline {
     while (segment_begin(segment) > index) --segment;
     while (segment_begin(segment + 1) <= index) ++segment;
     index -= segment_begin(segment);
+    std::int64_t group_begin = 0, group_end = 0, per_column = 1;
     for (int i = 0; i < max_stages; ++i) {
-      const std::int64_t first = (segment - i) * group;
-      const std::int64_t count = segment < i ? 0 : min_of(group, max_of(blocks - first, 0));
-      if (index < count * columns[i]) {
-        const std::int64_t before = quotient(index, raster * columns[i]) * raster;
-        const std::int64_t together = min_of(raster, count - before);
-        index -= before * columns[i];
+      const std::int64_t begin = (segment - i) * group, end = min_of(begin + group, blocks);
+      const std::int64_t tiles = begin < 0 || end < begin ? 0 : (end - begin) * columns[i];
+      if (index < tiles) {
         out_stage = stage[i];
-        block = first + before + remainder_of(index, together);
-        column = static_cast<std::int32_t>(quotient(index, together));
-        return;
+        group_begin = begin, group_end = end, per_column = columns[i];
+        break;
       }
-      index -= count * columns[i];
+      index -= tiles;
     }
+    std::int64_t begin, end;  // all tiles of the blocks before a raster come before its own
+    raster_of(group_begin + quotient(index, per_column), group_begin, group_end, begin, end);
+    index -= (begin - group_begin) * per_column;
+    block = begin + remainder_of(index, end - begin);
+    column = static_cast<std::int32_t>(quotient(index, end - begin));
   }
 };
 
@@ -88,7 +120,7 @@ MOELITH_HD inline Pipeline pipeline_of(const Sizes& sizes, std::int32_t slot, st
   Pipeline p;
   p.blocks = blocks;
   p.group = sizes.tile.group_blocks;
-  p.raster = sizes.tile.raster_blocks > 0 ? min_of(sizes.tile.raster_blocks, p.group) : p.group;
+  p.raster = sizes.tile.raster_blocks;
   const bool forward = sizes.direction == Direction::forward;
   p.stage[0] = Stage::gate_up;
   p.columns[0] = sizes.makes_pre_activation(round) ? sizes.gate_up_tiles(slot) : 0;
@@ -103,16 +135,6 @@ MOELITH_HD inline Pipeline shared_pipeline(const Pass& pass, std::int32_t slot) 
   return pipeline_of(pass.sizes, slot, ceil_div(*pass.layout.valid_tokens, pass.sizes.tile.row_block));
 }
 
-// The routed expert that has row block `block`, counted over all of them: the last one with block_begin <= block.
-MOELITH_HD inline std::int32_t expert_of_block(const Pass& pass, std::int64_t block) {
-  const std::int64_t* block_begin = pass.layout.block_begin;
-  std::int32_t low = 0, high = pass.sizes.local_experts;
-  while (high - low > 1) {
-    const std::int32_t middle = (low + high) >> 1;
-    if (block_begin[middle] <= block) low = middle; else high = middle;
-  }
-  return low;
-}
 MOELITH_HD inline Tile routed_tile(const Pass& pass, Stage stage, std::int64_t block, std::int32_t column,
                                    std::int32_t round = 0) {
   const std::int32_t expert = expert_of_block(pass, block);
@@ -138,7 +160,9 @@ MOELITH_HD inline Round round_of(const Pass& pass, std::int32_t number) {
   return round;
 }
 MOELITH_HD inline Pipeline pipeline_of(const Pass& pass, const Round& round) {
-  return pipeline_of(pass.sizes, 0, round.block_end - round.block_begin, round.number);
+  Pipeline p = pipeline_of(pass.sizes, 0, round.block_end - round.block_begin, round.number);
+  p.block_begin = pass.layout.block_begin, p.experts = pass.sizes.local_experts, p.first = round.block_begin;
+  return p;
 }
 
 // Weight and bias gradient tiles of one expert slot, in this order.

@@ -125,11 +125,16 @@ __device__ __forceinline__ void deposit_float(const Sums<N>& sums, int first, st
     store_shared_8(staging + row * 128 + ((g ^ (row & 3)) << 5) + (lane % 4) * 8, v[0], v[1]);
   }
 }
+// Columns 4 quad .. 4 quad + 3 of a row, or 8 of them from 8 octet on.
+__device__ __forceinline__ void staged_floats(std::uint32_t staging, int row, int quad, float (&f)[4]) {
+  const uint4 v = load_shared_16(staging + row * 128 + ((quad / 2 ^ (row & 3)) << 5) + quad % 2 * 16);
+  f[0] = __uint_as_float(v.x), f[1] = __uint_as_float(v.y), f[2] = __uint_as_float(v.z), f[3] = __uint_as_float(v.w);
+}
 __device__ __forceinline__ void staged_floats(std::uint32_t staging, int row, int octet, float (&f)[8]) {
-  const std::uint32_t place = staging + row * 128 + ((octet ^ (row & 3)) << 5);
-  const uint4 a = load_shared_16(place), b = load_shared_16(place + 16);
-  f[0] = __uint_as_float(a.x), f[1] = __uint_as_float(a.y), f[2] = __uint_as_float(a.z), f[3] = __uint_as_float(a.w);
-  f[4] = __uint_as_float(b.x), f[5] = __uint_as_float(b.y), f[6] = __uint_as_float(b.z), f[7] = __uint_as_float(b.w);
+  float low[4], high[4];
+  staged_floats(staging, row, 2 * octet, low), staged_floats(staging, row, 2 * octet + 1, high);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) f[i] = low[i], f[4 + i] = high[i];
 }
 
 struct Warp {
@@ -410,70 +415,6 @@ __device__ __forceinline__ void activation_gradient(const PassData& data, const 
       }
       for (int distance = 16; distance > 0; distance /= 2) dot += __shfl_xor_sync(~0u, dot, distance);
       if (lane == 0) dprob_of_row<Ranks>(work, tensors, row, tensors.dprob_groups - 1) = dot;
-    }
-  }
-}
-
-// --- weight gradients ------------------------------------------------------------------------------------------------
-
-// 8 values to, or onto, a gradient tensor.
-__device__ __forceinline__ void store_gradient(const GradientTarget& target, std::int64_t at, float (&f)[8]) {
-  if (target.is_float) {
-    float4* out = reinterpret_cast<float4*>(static_cast<float*>(target.data) + at);
-    float4 a{f[0], f[1], f[2], f[3]}, b{f[4], f[5], f[6], f[7]};
-    if (target.accumulate) {
-      const float4 c = out[0], d = out[1];
-      a = {c.x + a.x, c.y + a.y, c.z + a.z, c.w + a.w};
-      b = {d.x + b.x, d.y + b.y, d.z + b.z, d.w + b.w};
-    }
-    out[0] = a, out[1] = b;
-  } else {
-    bf16* out = static_cast<bf16*>(target.data) + at;
-    if (target.accumulate) {
-      float old[8];
-      unpack(load_16(out), old);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) f[j] += old[j];
-    }
-    store_16(out, pack(f));
-  }
-}
-
-// out[output_row + r, column ..] (+)= sum, for an [m, n] gradient of one expert. Without rows the sum is 0.
-template <int N>
-__device__ __forceinline__ void store_weight_gradient(const Sums<N>& sums, const Work& work,
-                                                      const GradientTarget& targets, std::int64_t m, std::int64_t n,
-                                                      const Warp& warp) {
-  if (!targets || (work.sum_rows == 0 && targets.accumulate)) return;
-  const GradientTarget target = targets.of(work.expert, m * n);
-  const std::int64_t first = work.output_row * n + work.column;
-  const int rows = work.rows, columns = work.columns;
-  if (!target.is_float && !target.accumulate) {
-    bf16* out = static_cast<bf16*>(target.data) + first;
-    store_rounded(RoundedSums<N>(sums), rows, columns, warp, [&](int row) { return out + row * n; });
-    return;
-  }
-  constexpr int all_slabs = N / 32;
-  const int lane = warp.lane, octet = lane % 4;
-#pragma unroll 1
-  for (int block = 0; block * 64 < rows; ++block) {
-#pragma unroll 1
-    for (int slab = 0; slab * 32 < columns; ++slab) {
-      with_constant<2 * all_slabs>(block * all_slabs + slab, [&](auto constant) {
-        constexpr int m = constant.value / all_slabs, first = constant.value % all_slabs * 4;
-        deposit_float<N, m, 0>(sums, first, warp.staging, lane);
-        deposit_float<N, m, 1>(sums, first, warp.staging + 8 * 128, lane);
-      });
-      __syncwarp();
-      const int column = slab * 32 + octet * 8;
-#pragma unroll 1
-      for (int i = 0; i < 2; ++i) {
-        const int r = lane / 4 + 8 * i, row = block * 64 + warp.index * 16 + r;
-        float f[8];
-        staged_floats(warp.staging, r, octet, f);
-        if (row < rows && column < columns) store_gradient(target, first + row * n + column, f);
-      }
-      __syncwarp();
     }
   }
 }

@@ -9,7 +9,7 @@
 #include <string>
 
 #include "cuda_check.hpp"
-#include "executors/cuda/sm90_epilogue.cuh"
+#include "executors/cuda/sm90_gradients.cuh"
 #include "executors/cuda/sm90_load.cuh"
 #include "executors/cuda/sm90_rows.cuh"
 #include "executors/cuda/sm90_tiles.cuh"
@@ -90,13 +90,10 @@ __device__ __forceinline__ void compute_tiles(SharedMemory<N>& shared, int group
           down_bias_gradient<Ranks>(data, work, staging, group, thread_now() % 128);
         }
       } else {
+        ask_for_old_values(shared, data, work);
         Sums<N> sums;
         multiplied(sums, along_mn, along_mn);
-        const bool of_gate_up = stage == Stage::gate_up_wgrad;
-        const std::int64_t pre_width = data.pass.sizes.gate_up_factor * tensors.width;
-        store_weight_gradient<N>(sums, work, of_gate_up ? tensors.gate_up_grad : tensors.down_grad,
-                                 of_gate_up ? pre_width : hidden, of_gate_up ? hidden : tensors.width,
-                                 Warp::now(shared));
+        store_weight_gradient<N>(shared, data, sums, work, Warp::now(shared));
       }
     }
     const bool read_here = work.raised >= 0 || work.raised_arrival >= 0;  // by later tiles, and their copy engine

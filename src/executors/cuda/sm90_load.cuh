@@ -11,7 +11,7 @@ namespace moelith::executors::cuda::sm90 {
 struct LoadJob {
   Stage stage;
   bool last, sums_rows;
-  int group, expert, rows, column, columns, blocks, row_begin, output_row, k_steps;
+  int group, expert, rows, column, blocks, row_begin, output_row, k_steps;
   __device__ explicit LoadJob(const Work& work)
       : stage(work.stage),
         last(work.last),
@@ -20,29 +20,11 @@ struct LoadJob {
         expert(work.expert),
         rows(work.rows),
         column(work.column),
-        columns(work.columns),
         blocks(work.n / 64),
         row_begin(work.row_begin),
         output_row(work.output_row),
         k_steps(work.k_steps) {}
 };
-
-// The old values of a gradient that is added to, of which nothing is near, into the second-level cache. With a whole warp.
-__device__ __forceinline__ void prefetch_gradient(const PassData& data, const LoadJob& job, int lane) {
-  const ExpertGroup& tensors = data.groups[job.group];
-  const bool of_gate_up = job.stage == Stage::gate_up_wgrad;
-  const GradientTarget& targets = of_gate_up ? tensors.gate_up_grad : tensors.down_grad;
-  if (!targets || !targets.accumulate || job.k_steps == 0 || job.columns == 0) return;
-  const std::int64_t hidden = data.pass.sizes.hidden_size, pre_width = data.pass.sizes.gate_up_factor * tensors.width,
-                     n = of_gate_up ? hidden : tensors.width;
-  const GradientTarget target = targets.of(job.expert, n * (of_gate_up ? pre_width : hidden));
-  const int size = target.is_float ? 4 : 2;
-  for (int r = lane; r < job.rows; r += 32) {
-    const char* row = static_cast<const char*>(target.data) + ((job.output_row + r) * n + job.column) * size;
-    bulk_prefetch(row, static_cast<std::uint32_t>(job.columns * size));
-  }
-  __syncwarp();
-}
 
 // Warp 1.
 template <int N>
@@ -130,7 +112,6 @@ __device__ __forceinline__ void load_b(const Parameters& p, SharedMemory<N>& sha
       }
       __syncwarp();
     }
-    if (job.sums_rows) prefetch_gradient(shared.data(), job, lane);
     const int tokens = job.stage == Stage::combine ? combine_tokens<N>(sizes.top_k) : 0;
 #pragma unroll 1
     for (int k = 0; k < job.k_steps; ++k) {

@@ -1,25 +1,27 @@
 // Packed rows. Routed rows of x (and dY) are copied to where the copy engine finds them one after the other: row r of the
 // routed rows at r * H. Who copies what:
 //   - The rows that the first stage of the routed pipeline reads: its tile of row block b and column tile c of C has
-//     beside it the c-th part of the rows of the block one group further, and the first group's rows are copied by all
-//     before anything else. Such a tile stands in the order before those that wait for what is copied beside it, and
-//     whoever takes it copies without waiting for anyone. So the order of the schedule still makes progress.
+//     beside it the c-th part of the rows of a block up to a group further (packed_beside). At first these are two blocks
+//     for one, so that few have to be there before the first tile: those few (first_packed_blocks) are copied
+//     beside the tiles of shared experts, and where there are none by all warps before anything else. A tile that copies
+//     stands in the order before those that wait for it, and whoever takes it copies without waiting for anyone. So the
+//     order of the schedule still makes progress.
 //   - x in backward, which only the weight gradients read unless gate_up runs again: beside the tiles of gate_up_dgrad,
 //     those of their own row block, so that the tiles of down_dgrad have dY's rows alone to take along.
-// Rows of other ranks' tokens are read where they lie, and a token's crosses the link once (where RowsOfToken knows its
-// rows here): whoever comes to the first of them reads it and writes it to all, and to the others nobody does anything.
-// The first one comes before the others' in whatever order rows are copied in, beside a tile that stands before all that
-// read any of them: the block of the first is none after theirs, and what reads rows of a block stands in the order behind
-// all tiles that have rows of it or of any block before it beside them. So still nobody who copies waits, and each tile waits for
-// what is copied beside tiles before it.
-// What combine waits for says that the others have read this rank's
-// rows of forward, and of dY; of x in backward they say it themselves, the last to copy for all (rows_pulled).
+// Rows of other ranks' tokens are read where they lie, and a token's crosses the link once (where its rows here are known,
+// RowsOfToken): whoever has the first of its rows to copy reads it and writes it to all, and who has another of them leaves it.
+// So a row may be there earlier than its turn, never later. A tile that waits for a row of block b waits for what is copied
+// beside a tile of the block that b is packed beside, or, since a token's first row is in b or a block before it, of one
+// before that; all of these stand before it in the order, and who copies still waits for nobody. Of x beside
+// gate_up_dgrad the same goes for the weight gradients, which stand behind all of those tiles of their blocks and of those before.
+// What combine waits for says that the others have read this rank's rows of forward, and of dY; of x in backward they say
+// it themselves, the last to copy for all (rows_pulled).
 // The warp that hands on tiles copies, while the others load and compute: first it hands the tile on, then it copies, and
 // of what it has copied it tells when it would next have to wait (Packer::publish), so that nobody waits for it in vain.
 //
 // What is there is counted in the high halves of counters whose low halves count tiles: rows in gate_up_done of their
 // block; for x beside gate_up_dgrad in down_dgrad_done, of one rank parts (one for each tile and block of the cluster), of
-// several rows, up to a whole block's number also where the block has fewer.
+// several ranks rows, with as many on top as the block has less than a whole one.
 #pragma once
 
 #include "executors/cuda/sm90_ranks.cuh"
@@ -42,17 +44,56 @@ template <bool Ranks>
 __device__ inline std::uint32_t packed_later(const schedule::Sizes& sizes) {
   return static_cast<std::uint32_t>(Ranks ? sizes.tile.row_block : sizes.hidden_tiles() * cluster_blocks);
 }
-// The stage that has rows of later blocks beside it.
-__device__ inline bool packs_ahead(const schedule::Sizes& sizes, Stage stage) {
-  return stage ==
-         (sizes.direction == schedule::Direction::forward || sizes.recompute ? Stage::gate_up : Stage::down_dgrad);
-}
 // Whether the tile reads rows that were packed ahead.
 __device__ inline bool reads_packed(Stage stage) { return stage == Stage::gate_up || stage == Stage::down_dgrad; }
 
 // Rows of the row block `block`, counted over all routed experts.
 __device__ inline schedule::RowRange rows_of_block(const schedule::Pass& pass, std::int64_t block) {
   return schedule::tile_rows(pass, schedule::routed_tile(pass, Stage::gate_up, block, 0));
+}
+
+// Row blocks, counted over all routed experts, whose rows lie one after the other.
+struct BlockRange {
+  std::int64_t begin, end;
+};
+// Those packed before any tile of a routed expert.
+__device__ inline BlockRange packed_first(const schedule::Pass& pass) {
+  return {0, schedule::min_of(std::int64_t(first_packed_blocks), pass.routed_blocks())};
+}
+// Those packed beside the tiles of routed block `block`: of the first blocks two for each, until the lead is a group. A
+// block is packed beside one of an earlier raster, all of whose tiles come before it: the first are a raster or more.
+__device__ inline BlockRange packed_beside(const schedule::Pass& pass, std::int64_t block) {
+  const std::int64_t first = first_packed_blocks, lead = schedule::max_of(first, std::int64_t(pass.sizes.tile.group_blocks));
+  auto before = [&](std::int64_t b) {
+    return schedule::min_of(schedule::min_of(first + 2 * b, lead + b), pass.routed_blocks());
+  };
+  return {before(block), before(block + 1)};
+}
+// The stage that reads x (dY) first, and how many tiles of it a row block of an expert slot has.
+__device__ inline Stage first_reader(const schedule::Sizes& sizes) {
+  return sizes.direction == schedule::Direction::forward || sizes.recompute ? Stage::gate_up : Stage::down_dgrad;
+}
+__device__ inline std::int64_t first_reader_tiles(const schedule::Sizes& sizes, std::int32_t slot) {
+  return first_reader(sizes) == Stage::gate_up ? sizes.gate_up_tiles(slot) : sizes.down_dgrad_tiles(slot);
+}
+// Of the shared experts before slot `slot`, and of all of them.
+__device__ inline std::int64_t shared_readers_before(const schedule::Pass& pass, std::int32_t slot) {
+  std::int64_t tiles = 0;
+  for (std::int32_t s = pass.sizes.local_experts; s < slot; ++s) tiles += first_reader_tiles(pass.sizes, s);
+  return tiles * schedule::ceil_div(*pass.layout.valid_tokens, pass.sizes.tile.row_block);
+}
+__device__ inline std::int64_t shared_readers(const schedule::Pass& pass) {
+  return shared_readers_before(pass, pass.sizes.local_experts + pass.sizes.shared_experts);
+}
+// Where part `part` of `parts` of the blocks' rows begins: each block is divided by itself.
+struct PackedPlace {
+  std::int64_t block, row;
+};
+__device__ inline PackedPlace packed_place(const schedule::Pass& pass, BlockRange blocks, std::int64_t part, std::int64_t parts) {
+  const std::int64_t position = (blocks.end - blocks.begin) * part, block = blocks.begin + schedule::quotient(position, parts);
+  if (block == blocks.end) return {block, rows_of_block(pass, block - 1).end};
+  const schedule::RowRange rows = rows_of_block(pass, block);
+  return {block, rows.begin + schedule::quotient(rows.size() * (position - (block - blocks.begin) * parts), parts)};
 }
 
 // What this warp has written is there for the copy engine of whoever sees what is released after this.
@@ -94,15 +135,15 @@ __device__ __forceinline__ void tell_rows_elsewhere(const PassData& data, unsign
   });
 }
 
-// The first group's rows, by all warps of the blocks that are there, or as many as have something to do: a block that
+// The first rows, by all warps of the blocks that are there, or as many as have something to do: a block that
 // starts late need not be waited for.
 template <bool Ranks>
 __device__ __forceinline__ void pack_first_rows(const PassData& data, const Peers& peers, const schedule::CounterMap& map,
                                                 int warp, int lane) {
   const schedule::Pass& pass = data.pass;
-  if (pass.sizes.local_experts == 0) return;
+  if (pass.sizes.local_experts == 0 || shared_readers(pass) > 0) return;
   constexpr int units = 16;  // of a block
-  const std::int64_t blocks = schedule::min_of(pass.routed_blocks(), pass.sizes.tile.group_blocks);
+  const std::int64_t blocks = packed_first(pass).end;
   if (warp * std::int64_t(gridDim.x) >= blocks * units) return;
   auto take = [&] {
     const unsigned long long unit = lane == 0 ? atomicAdd(data.counters.control + PassCounters::next_first_rows, 1ull) : 0;
@@ -176,27 +217,23 @@ class Packer {
  public:
   __device__ Packer(SharedMemory<N>& shared, int lane) : shared_(shared), lane_(lane) {}
 
-  // What a tile has beside it: this block's share of rows [row, row + rows) of row block `block`. missing: the rows that it
-  // has less than a whole block, of the first tile that has rows of it beside itself; otherwise 0.
-  __device__ __forceinline__ void pack(Stage stage, int row, int rows, int block, int missing) {
-    const PassData& data = shared_.data();
-    const schedule::CounterMap& map = shared_.map();
-    const bool later = stage == Stage::gate_up_dgrad;
-    const bool x = data.packed_x && (later || !packs_x_later(data)), dy = data.packed_dy && !later;
-    const int first = row + static_cast<int>(cluster_rank()), last = row + rows;
-    const int count = last > first ? (last - first + cluster_blocks - 1) / cluster_blocks : 0;
+  // What a tile has beside it: rows [row, row + rows), the first `first` of row block `block`, others of those after it.
+  // missing: beside the first tile that has rows of a later-packed block, what that has less than a whole one; otherwise 0.
+  __device__ __forceinline__ void pack_blocks(Stage stage, int row, int rows, int block, int first, int missing) {
     publish();
-    if constexpr (Ranks) {
-      block_ = block;
-      amount_ = later ? of_later + (cluster_rank() == 0 ? missing : 0) : 0;
-    }
-    for (int begin = first; begin < last; begin += 32 * cluster_blocks) {
-      if (Ranks && begin > first) tell();
-      copy(x, dy, begin, last);
-    }
-    if constexpr (!Ranks) {
-      counter_ = static_cast<int>(later ? map.down_dgrad_done : map.gate_up_done) + block;
-      amount_ = later ? 1 : count;
+    if constexpr (Ranks) amount_ = stage == Stage::gate_up_dgrad ? of_later + (cluster_rank() == 0 ? missing : 0) : 0;
+#pragma unroll 1
+    while (true) {
+      const int now = Ranks ? min(first, 32 * cluster_blocks) : first;  // of several ranks so many may be told of together
+      pack(stage, row, now, block);
+      row += now, rows -= now, first -= now;
+      if (rows <= 0) break;
+      if constexpr (Ranks) {
+        tell();
+      } else {
+        publish();
+      }
+      if (first == 0) first = min(rows, static_cast<int>(rows_of_block(shared_.data().pass, ++block).size()));
     }
   }
   // Tells of the last tile's rows, once they have arrived in memory: not at once, since that takes a while, but before
@@ -230,6 +267,23 @@ class Packer {
       rows_ = RowsOfToken();
     } else if (lane_ == 0) {
       add_release(data.counters.local + counter_, static_cast<unsigned long long>(amount_) << packed_shift);
+    }
+  }
+  // This block's share of rows [row, row + rows) of row block `block`.
+  __device__ __forceinline__ void pack(Stage stage, int row, int rows, int block) {
+    const PassData& data = shared_.data();
+    const bool later = stage == Stage::gate_up_dgrad;
+    const bool x = data.packed_x && (later || !packs_x_later(data)), dy = data.packed_dy && !later;
+    const int first = row + static_cast<int>(cluster_rank()), last = row + rows;
+    if constexpr (Ranks) {
+      block_ = block;
+      if (first < last) copy(x, dy, first, last);
+    } else {
+      for (int begin = first; begin < last; begin += 32 * cluster_blocks) copy(x, dy, begin, last);
+      const schedule::CounterMap& map = shared_.map();
+      const int count = last > first ? (last - first + cluster_blocks - 1) / cluster_blocks : 0;
+      counter_ = static_cast<int>(later ? map.down_dgrad_done : map.gate_up_done) + block;
+      amount_ = later ? 1 : count;
     }
   }
   // One part of x is there; the last tells the other ranks.

@@ -27,6 +27,9 @@ using schedule::Stage;
 inline constexpr int threads = 384, first_consumer = 128, consumer_threads = 128;
 inline constexpr int cluster_blocks = 2;
 inline constexpr int rows_per_tile = 128, depth = 64;  // rows of A, k of a stage
+// In the order of tiles (schedule/tile_order.hpp), and row blocks that are packed before all tiles (sm90_pack.cuh).
+inline constexpr int group_blocks = 192, raster_blocks = 24, first_packed_blocks = 32;
+static_assert(first_packed_blocks >= raster_blocks);
 inline constexpr int box_rows = 32;                    // of A: half of the 64 rows that one product takes
 
 // Tensor maps of a group, with the boxes that the stages load: 64 columns (128 bytes) by ..
@@ -54,7 +57,7 @@ struct Parameters {
 // A tile, worked out (sm90_tiles.cuh): what is alike for both blocks of the cluster.
 struct alignas(16) TileDescription {
   Stage stage;
-  std::uint8_t unused = 0;               // it is copied as whole words
+  std::uint8_t pack_first = 0;           // of the rows to pack beside it, those of the first of their row blocks
   std::uint16_t raised_ranks = 0;        // a bit for each rank whose arrival counter the tile raises
   std::int32_t group, slot, expert;      // slot: schedule::Tile's expert; expert: index within the group's tensors
   std::int32_t row_block, column_block;  // of the tile
@@ -75,7 +78,7 @@ struct alignas(16) TileDescription {
     std::uint32_t target;
   } arrival, second_arrival;
   std::int32_t raised_arrival = -1;                     // arrival counter that it raises, or -1
-  std::int32_t pack_block = -1, pack_row, pack_rows;    // rows to pack beside it, and their row block; -1: none
+  std::int32_t pack_block = -1, pack_row, pack_rows;    // rows to pack beside it, and the row block of the first; -1: none
 };
 static_assert(limits::device_ranks <= 16);  // bits of raised_ranks
 static_assert(offsetof(TileDescription, awaited) % 16 == 0 && offsetof(TileDescription, arrival) % 16 == 0);

@@ -173,6 +173,22 @@ __device__ __forceinline__ void bulk_prefetch(const void* source, std::uint32_t 
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
 }
 
+// Bytes into shared memory by the thread itself, through no register. Only groups of such copies can be awaited: all but the
+// last `Pending` that were committed.
+template <int Bytes>
+__device__ __forceinline__ void copy_async(std::uint32_t destination, const void* source) {
+  if constexpr (Bytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(destination), "l"(source), "n"(Bytes) : "memory");
+  }
+}
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int Pending>
+__device__ __forceinline__ void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
 // Between ordinary accesses and those of the copy engine or the tensor cores, in either order. The first
 // covers shared memory alone, the second global memory too.
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

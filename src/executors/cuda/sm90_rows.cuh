@@ -1,7 +1,7 @@
 // Tiles without a matrix product: combine, and the bias gradients. Each is done by one warpgroup, `thread` of 128.
 #pragma once
 
-#include "executors/cuda/sm90_epilogue.cuh"
+#include "executors/cuda/sm90_gradients.cuh"
 
 namespace moelith::executors::cuda::sm90 {
 
@@ -133,6 +133,29 @@ __device__ __forceinline__ void combine(SharedMemory<N>& shared, const Work& wor
     }
     __syncwarp();
     release_stage(shared_address(&shared.empty[ring.slot]));
+  }
+}
+
+// 8 values to, or onto, a gradient tensor.
+__device__ __forceinline__ void store_gradient(const GradientTarget& target, std::int64_t at, float (&f)[8]) {
+  if (target.is_float) {
+    float4* out = reinterpret_cast<float4*>(static_cast<float*>(target.data) + at);
+    float4 a{f[0], f[1], f[2], f[3]}, b{f[4], f[5], f[6], f[7]};
+    if (target.accumulate) {
+      const float4 c = out[0], d = out[1];
+      a = {c.x + a.x, c.y + a.y, c.z + a.z, c.w + a.w};
+      b = {d.x + b.x, d.y + b.y, d.z + b.z, d.w + b.w};
+    }
+    out[0] = a, out[1] = b;
+  } else {
+    bf16* out = static_cast<bf16*>(target.data) + at;
+    if (target.accumulate) {
+      float old[8];
+      unpack(load_16(out), old);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) f[j] += old[j];
+    }
+    store_16(out, pack(f));
   }
 }
 

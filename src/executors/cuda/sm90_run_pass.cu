@@ -55,8 +55,8 @@ schedule::TileShape sm90_tile_shape(int columns, int gate_up_factor, int top_k) 
   shape.wgrad_rows = 128;
   shape.wgrad_columns = 2 * columns;
   shape.token_block = columns == 128 ? sm90::combine_tile_tokens<128>(top_k) : sm90::combine_tile_tokens<192>(top_k);
-  shape.group_blocks = 192;
-  shape.raster_blocks = 8;
+  shape.group_blocks = sm90::group_blocks;
+  shape.raster_blocks = sm90::raster_blocks;
   return shape;
 }
 

@@ -123,20 +123,27 @@ __device__ __noinline__ void describe(const PassData& data, const schedule::Coun
   } else if (tile.stage == Stage::gate_up_wgrad && packs_x_later(data)) {
     d.high_target = packed_later<Ranks>(sizes);
   }
-  const bool later = tile.stage == Stage::gate_up_dgrad && packs_x_later(data);
-  if (!shared && (later || packs_ahead(sizes, tile.stage))) {
-    const std::int64_t block =
-        data.pass.layout.block_begin[tile.expert] + tile.row_block + (later ? 0 : sizes.tile.group_blocks);
-    if (block < data.pass.routed_blocks()) {
-      rows = rows_of_block(data.pass, block);
-      const std::int64_t tiles = later                          ? sizes.hidden_tiles()
-                                 : tile.stage == Stage::gate_up ? sizes.gate_up_tiles(tile.expert)
-                                                                : sizes.down_dgrad_tiles(tile.expert);
-      const std::int64_t first = schedule::quotient(rows.size() * tile.column_block, tiles),
-                         last = schedule::quotient(rows.size() * (tile.column_block + 1), tiles);
-      d.pack_block = static_cast<std::int32_t>(block);
-      d.pack_row = static_cast<std::int32_t>(rows.begin + first);
-      d.pack_rows = static_cast<std::int32_t>(last - first);
+  const bool later = !shared && tile.stage == Stage::gate_up_dgrad && packs_x_later(data);
+  if (later || tile.stage == first_reader(sizes)) {
+    BlockRange blocks;
+    std::int64_t part = tile.column_block, parts;
+    if (shared) {
+      blocks = packed_first(data.pass);
+      part += shared_readers_before(data.pass, tile.expert) + tile.row_block * first_reader_tiles(sizes, tile.expert);
+      parts = shared_readers(data.pass);
+    } else {
+      const std::int64_t block = data.pass.layout.block_begin[tile.expert] + tile.row_block;
+      blocks = later ? BlockRange{block, block + 1} : packed_beside(data.pass, block);
+      parts = later ? sizes.hidden_tiles() : first_reader_tiles(sizes, tile.expert);
+    }
+    if (blocks.begin < blocks.end) {
+      const PackedPlace first = packed_place(data.pass, blocks, part, parts), last = packed_place(data.pass, blocks, part + 1, parts);
+      if (later || first.row < last.row) {
+        d.pack_block = static_cast<std::int32_t>(first.block);
+        d.pack_row = static_cast<std::int32_t>(first.row);
+        d.pack_rows = static_cast<std::int32_t>(last.row - first.row);
+        d.pack_first = static_cast<std::uint8_t>(schedule::min_of(last.row, rows_of_block(data.pass, first.block).end) - first.row);
+      }
     }
   }
   out = d;
@@ -364,7 +371,7 @@ __device__ __forceinline__ void hand_on_tiles(SharedMemory<N>& shared, int lane)
     step += k_steps;
     position.next();
     const int missing = Ranks && stage == Stage::gate_up_dgrad && column == 0 ? rows_per_tile - rows : 0;
-    if (pack_block >= 0) packer.pack(stage, pack_row, pack_rows, pack_block, missing);
+    if (pack_block >= 0) packer.pack_blocks(stage, pack_row, pack_rows, pack_block, work.pack_first, missing);
   }
   // Counters are clean again once every block has stopped using them.
   const schedule::CounterMap& map = shared.map();
