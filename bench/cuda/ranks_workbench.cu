@@ -3,7 +3,9 @@
 // First the bits are compared; a line "row" is one of bench/results/ranks-h200.json. With an argument above 1 there is a rank on
 // each of so many GPUs; the fraction is then of what one GPU would do in as many times the time.
 //
-// Build: as layer_workbench.cu. ranks_workbench [GPUS [SHAPE]]; SHAPE: a part of a name
+// `small`: forwards of few tokens instead, in a CUDA graph of each rank.
+//
+// Build: as layer_workbench.cu. ranks_workbench [GPUS [SHAPE | small]]; SHAPE: a part of a name
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -29,6 +31,14 @@ struct Shape {
   std::int64_t tokens;  // of a rank
 };
 
+__global__ void idle(unsigned long long nanoseconds) {
+  unsigned long long begin, now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
+  do {
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  } while (now - begin < nanoseconds);
+}
+
 // Rows [begin, begin + count) of a tensor.
 TensorView rows_of(const TensorView& all, std::int64_t begin, std::int64_t count) {
   TensorView part = all;
@@ -43,6 +53,7 @@ struct Rank {
   int gpu = 0;
   cudaStream_t stream;
   cudaEvent_t done;
+  cudaGraphExec_t replay;  // of a forward without gradients
   Inputs in;
   Outputs out;
   OutputGradients up;
@@ -62,6 +73,20 @@ struct Rank {
   void make_stream() {
     check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
     check(cudaEventCreateWithFlags(&done, cudaEventDisableTiming), "event");
+  }
+  void run_without_gradients() const {
+    check(cudaSetDevice(gpu), "cudaSetDevice");
+    plan->forward(in, out, nullptr, workspace, stream);
+  }
+  void capture() {
+    cudaGraph_t graph;
+    check(cudaSetDevice(gpu), "cudaSetDevice");
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+    run_without_gradients();
+    check(cudaStreamEndCapture(stream, &graph), "capture");
+    check(cudaGraphInstantiate(&replay, graph, 0), "graph");
+    check(cudaGraphUpload(replay, stream), "graph");
+    check(cudaGraphDestroy(graph), "graph");
   }
   void run(bool backward) const {
     check(cudaSetDevice(gpu), "cudaSetDevice");
@@ -99,11 +124,10 @@ class Bench {
   double one(bool backward, int repeats) {
     return time({&all_}, backward, repeats);
   }
-  double several(bool backward, int repeats) {
-    std::vector<Rank*> ranks;
-    for (Rank& rank : each_) ranks.push_back(&rank);
-    return time(ranks, backward, repeats);
-  }
+  double several(bool backward, int repeats) { return time(pointers(), backward, repeats); }
+  // Microseconds of a forward without gradients, replayed, with fresh inputs and routes; the median.
+  double one_replayed() { return replayed({&all_}); }
+  double several_replayed() { return replayed(pointers()); }
   bool same_bits() {
     one(false, 1), one(true, 1), several(false, 1), several(true, 1);
     check(cudaDeviceSynchronize(), "passes");
@@ -166,13 +190,22 @@ class Bench {
     view.data = copy;
     return view;
   }
-  // All ranks begin together; the last to end counts.
+  std::vector<Rank*> pointers() {
+    std::vector<Rank*> ranks;
+    for (Rank& rank : each_) ranks.push_back(&rank);
+    return ranks;
+  }
   double time(const std::vector<Rank*>& ranks, bool backward, int repeats) {
+    return time(ranks, repeats, [&](const Rank& rank) { rank.run(backward); });
+  }
+  // All ranks begin together; the last to end counts.
+  template <class Run>
+  double time(const std::vector<Rank*>& ranks, int repeats, Run&& run) {
     const cudaStream_t first = ranks[0]->stream;
     check(cudaEventRecord(begin_, first), "event");
     for (const Rank* rank : ranks) check(cudaStreamWaitEvent(rank->stream, begin_, 0), "begin");
     for (int i = 0; i < repeats; ++i) {
-      for (const Rank* rank : ranks) rank->run(backward);
+      for (const Rank* rank : ranks) run(*rank);
     }
     for (const Rank* rank : ranks) {
       check(cudaSetDevice(rank->gpu), "cudaSetDevice");
@@ -185,6 +218,41 @@ class Bench {
     float ms = 0;
     check(cudaEventElapsedTime(&ms, begin_, end_), "timing");
     return ms / repeats;
+  }
+  double replayed(const std::vector<Rank*>& ranks) {
+    time(ranks, 1, [](const Rank& rank) { rank.run_without_gradients(); });  // code is loaded on first use
+    for (Rank* rank : ranks) rank->capture();
+    check(cudaSetDevice(0), "cudaSetDevice");
+    std::vector<double> times;
+    for (int round = 0; round < 53; ++round) {
+      refresh(ranks, 100 + static_cast<std::uint64_t>(round));
+      idle<<<1, 1, 0, ranks[0]->stream>>>(300'000);  // the host is done launching before the devices begin
+      const double us = 1e3 * time(ranks, 1, [](const Rank& rank) {
+        check(cudaSetDevice(rank.gpu), "cudaSetDevice");
+        check(cudaGraphLaunch(rank.replay, rank.stream), "replay");
+      });
+      if (round >= 3) times.push_back(us);
+    }
+    for (Rank* rank : ranks) cudaGraphExecDestroy(rank->replay);
+    std::sort(times.begin(), times.end());
+    return times[times.size() / 2];
+  }
+  // Other values of x and router_logits.
+  void refresh(const std::vector<Rank*>& ranks, std::uint64_t seed) {
+    fill<<<64, 256>>>(static_cast<numerics::bfloat16*>(all_.in.x.data), all_.in.x.numel(), 1.0f, seed << 40);
+    fill<<<64, 256>>>(static_cast<float*>(all_.in.router_logits.data), all_.in.router_logits.numel(), 1.0f, (seed + 1000) << 40);
+    std::int64_t token = 0;
+    for (const Rank* rank : ranks) {
+      const std::int64_t tokens = rank->in.x.shape[0];
+      for (auto name : {&Inputs::x, &Inputs::router_logits}) {
+        const TensorView part = rows_of(all_.in.*name, token, tokens), &own = rank->in.*name;
+        if (own.data != part.data) {
+          check(cudaMemcpy(own.data, part.data, own.numel() * size_of(own.dtype), cudaMemcpyDefault), "copy to another GPU");
+        }
+      }
+      token += tokens;
+    }
+    check(cudaDeviceSynchronize(), "inputs");
   }
   static std::vector<char> bytes_of(const TensorView& view) {
     std::vector<char> bytes(static_cast<std::size_t>(view.numel()) * size_of(view.dtype));
@@ -235,6 +303,21 @@ void measure(const Shape& shape, int ranks, int gpus) {
   free_all();
 }
 
+void measure_small(Shape shape, int ranks, int gpus) {
+  for (const std::int64_t tokens : {1, 8, 64, 256}) {
+    shape.tokens = tokens;
+    {
+      Bench bench(shape, ranks, gpus);
+      if (!bench.same_bits()) throw Error(Status::internal, std::string(shape.name) + ": several ranks give other bits than one");
+      const double several = bench.several_replayed(), one = bench.one_replayed();
+      std::printf("%-12s %d ranks on %d GPUs, T %4lld  forward %7.1f us, of one rank %7.1f (%.3f)\n", shape.name, ranks, gpus,
+                  static_cast<long long>(tokens), several, one, one / several / gpus);
+      std::fflush(stdout);
+    }
+    free_all();
+  }
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -243,6 +326,10 @@ int main(int count, char** arguments) {
     const Shape shapes[] = {{"Qwen3-30B", 2048, 768, 128, 8, 16384},
                             {"GPT-OSS-120B", 2880, 2880, 128, 4, 16384},
                             {"DeepSeek-V3/4", 7168, 2048, 64, 8, 8192}};
+    if (count > 2 && std::string(arguments[2]) == "small") {
+      measure_small(shapes[0], std::max(2, gpus), gpus);
+      return 0;
+    }
     for (const Shape& shape : shapes) {
       if (count < 3 || std::strstr(shape.name, arguments[2])) measure(shape, std::max(2, gpus), gpus);
     }

@@ -309,7 +309,12 @@ class CudaLayer final : public DeviceLayer {
     job.aux_loss = data_of<float>(outputs.aux_loss);
     job.z_loss = data_of<float>(outputs.z_loss);
     job.zero[0] = {data.counters.local, map.local_size};
-    if (!ranks_) job.zero[1] = {data.counters.arrivals, map.arrivals_size};  // otherwise passes leave them at zero
+    // Of several ranks passes leave them at zero.
+    if (!ranks_) job.zero[1] = {data.counters.arrivals, map.arrivals_size};
+    if (kept.row_of_route != absent) {
+      static_assert(sizeof(executors::cuda::RowOfRoute) == sizeof(unsigned long long));
+      job.zero[1] = {at<unsigned long long>(tables, kept.row_of_route), geometry.routes_of_others()};
+    }
     job.zero[2] = {data.counters.control, PassCounters::control_counters};
     if (keep) {
       job.zero[3] = {at<unsigned long long>(saved, extras.local_counters), map.local_size};
@@ -415,7 +420,10 @@ class CudaLayer final : public DeviceLayer {
     if (plan_.options.tile_columns != 0 || ranks_) return 0;
     return multiprocessors_ / 2 / (config_.top_k * schedule::ceil_div(config_.intermediate_size, tile_shape(128).gate_up));
   }
-  schedule::TileShape tile_of(std::int64_t tokens) const { return tokens <= narrow_tokens() ? tile_shape(128) : tile_; }
+  schedule::TileShape tile_of(std::int64_t tokens) const {
+    const std::int64_t few = narrow_tokens();
+    return few > 0 && tokens <= few ? tile_shape(128) : tile_;
+  }
 
   // Remembers the last one, since calls of one size follow each other.
   std::shared_ptr<const Placement> placement(std::int64_t tokens) const {

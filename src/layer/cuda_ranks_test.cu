@@ -1,6 +1,7 @@
 // Several ranks on one GPU: the bits of one rank, right against the fp64 reference, and an error where a rank does not
 // come.
 #include <algorithm>
+#include <numeric>
 #include <thread>
 
 #include "tests/layer_fixture_gpu.cuh"
@@ -96,6 +97,51 @@ TEST(CudaRanks, AllTokensGoToOneRank) {
     for (std::int64_t t = 0; t < tokens; ++t) p.inputs.topk_ids[2 * t] = first, p.inputs.topk_ids[2 * t + 1] = first + 1;
     const Results one = run_gpu(p);
     expect_identical(run_gpu(p, on_ranks({100, 200, 0, 200})), one, "4 ranks", of_each_rank(p));
+  }
+}
+
+// Each token's experts, of which every rank has as many: all on one rank that is not its own, or as many on each rank.
+void choose_ranks(Problem& p, const std::vector<std::int64_t>& split, bool on_one, std::uint64_t seed) {
+  Random random(seed);
+  const auto ranks = static_cast<std::int32_t>(split.size());
+  const std::int32_t k = p.config.top_k, experts = p.config.num_experts / ranks;  // of a rank
+  std::vector<std::int64_t> local(static_cast<std::size_t>(experts));
+  std::int64_t token = 0;
+  for (std::int32_t owner = 0; owner < ranks; ++owner) {
+    for (std::int64_t end = token + split[owner]; token < end; ++token) {
+      const std::int64_t first_rank = on_one ? (owner + 1 + std::int64_t(random() % std::uint64_t(ranks - 1))) % ranks : 0;
+      std::vector<std::int64_t> chosen;
+      for (std::int32_t r = 0; r < (on_one ? 1 : ranks); ++r) {
+        std::iota(local.begin(), local.end(), (first_rank + r) * experts);
+        std::shuffle(local.begin(), local.end(), random);
+        chosen.insert(chosen.end(), local.begin(), local.begin() + (on_one ? k : k / ranks));
+      }
+      std::shuffle(chosen.begin(), chosen.end(), random);
+      std::copy(chosen.begin(), chosen.end(), p.inputs.topk_ids.begin() + token * k);
+    }
+  }
+}
+
+// Tokens that cross to a rank once for all their rows there: few row blocks, and more than are copied before all tiles.
+TEST(CudaRanks, SeveralExpertsOfATokenOnARank) {
+  for (const std::int32_t experts : {16, 1024}) {
+    LayerConfig config;
+    config.hidden_size = 136, config.intermediate_size = 64, config.num_experts = experts, config.top_k = 4;
+    for (const bool on_one : {true, false}) {
+      for (const std::vector<std::int64_t>& split : {std::vector<std::int64_t>{500, 200}, {390, 1, 0, 309}}) {
+        Problem p = random_problem(config, 700, 19);
+        bring_routes(p, 0.0, 4);
+        choose_ranks(p, split, on_one, 5);
+        for (std::size_t n = 0; n < p.inputs.topk_ids.size(); n += 11) p.inputs.topk_ids[n] = -1;
+        const Results one = run_gpu(p);
+        for (const bool recompute : {false, true}) {
+          RunOptions options = on_ranks(split);
+          options.recompute = recompute;
+          SCOPED_TRACE(std::to_string(experts) + (on_one ? " experts, a token's on one rank" : " experts, a token's on all ranks"));
+          expect_identical(run_gpu(p, options), one, std::to_string(split.size()) + " ranks", of_each_rank(p));
+        }
+      }
+    }
   }
 }
 

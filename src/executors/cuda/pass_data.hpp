@@ -89,7 +89,7 @@ struct PassError {
   std::int32_t saving = -1;   // 0 or 1 where forwards disagree: whether `rank` saves for a backward; `awaited` does not
 };
 
-// Where the rows of all ranks are, as one of them addresses them; in device memory. The last line changes with each pass.
+// Where the rows of all ranks are, as one of them addresses them; in device memory. The last lines change with each pass.
 struct Peers {
   static constexpr int most = limits::device_ranks;
   bfloat16* slots[most];                // [T k, H] of that rank's routes
@@ -100,6 +100,13 @@ struct Peers {
     const bfloat16* data;
     std::int64_t stride;
   } x[most], dy[most];
+  std::int64_t first_route[most];       // of RowOfRoute's, the first of that rank's routes; this rank has none
+};
+
+// Where a route of another rank's token went, if to a local expert.
+struct RowOfRoute {
+  std::int32_t row_and_1;  // the routed row, counted from 1; 0: to no local expert
+  std::int32_t row_block;  // of the row, counted over all routed experts
 };
 
 // What one computing warpgroup did with one tile.
@@ -120,6 +127,9 @@ struct PassData {
   const Peers* peers = nullptr;
   const std::uint8_t* row_rank = nullptr;       // [total_rows] the rank that a routed row came from,
   const float* row_weight = nullptr;            // [total_rows] and its weight
+  // [routes of other ranks' tokens] in the order of ranks, tokens and slots; null: each routed row is read from its rank,
+  // not one for all rows of a token.
+  const RowOfRoute* row_of_route = nullptr;
   const unsigned long long* last_pass = nullptr;  // [1] the number of this pass
   const unsigned long long* stopped = nullptr;  // [1] not 0: the exchange before this pass gave up
   std::int32_t* stop = nullptr;                 // [1] host-visible: not 0 once the group has failed
