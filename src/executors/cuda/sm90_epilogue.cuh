@@ -399,17 +399,20 @@ __device__ __forceinline__ void activation_gradient(const PassData& data, const 
   const bool after_down = work.group > 0 || data.weight_after_down;
   const int lane = warp.lane;
   __syncwarp();
-  // y = p (W a + b): the bias has its share in dprob, unless p multiplies before it.
-  if (tensors.down_bias && work.column_block == 0 && cluster_rank() == 0) {
+  // y = p (W a + b): the bias has its share in dprob, unless p multiplies before it. All tiles of a row block, and both halves
+  // of each, have some of its rows.
+  if (tensors.down_bias) {
     const std::int64_t hidden = sizes.hidden_size;
     const bf16* bias = tensors.down_bias.of(work.expert, hidden);
-    for (int row = warp.index; row < work.rows; row += 4) {
-      const std::int64_t index = work.row_index[row];
-      const bf16* dy = dy_of_row<Ranks>(data, work, work.row_begin + row, index);
+    const int parts = sizes.down_dgrad_tiles(work.slot) * cluster_blocks,
+              part = work.column_block * cluster_blocks + static_cast<int>(cluster_rank());
+    for (int row = warp.index * parts + part; row < work.rows; row += 4 * parts) {
+      const bf16* dy = dy_of_row(data, work, work.row_begin + row);
       float dot = 0.0f;
+#pragma unroll 4
       for (std::int64_t c = lane * 8; after_down && c < hidden; c += 256) {
         float u[8], v[8];
-        unpack(Ranks ? load_16_shared_by_sms(dy + c) : load_16(dy + c), u);
+        unpack(load_16_shared_by_sms(dy + c), u);
         unpack(load_16(bias + c), v);
         for (int j = 0; j < 8; ++j) dot += u[j] * v[j];
       }

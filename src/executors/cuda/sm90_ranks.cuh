@@ -100,13 +100,11 @@ __device__ __forceinline__ float& dprob_of_row(const Work& work, const ExpertGro
   if constexpr (Ranks) return static_cast<float*>(work.row_place[row])[group];
   return tensors.dprob[std::int64_t(work.row_index[row]) * tensors.dprob_groups + group];
 }
-// dY of row `row` of the tile's group, counted over all of the group, whose route (of a shared expert: token) is `index`.
-// Another rank's is the packed copy that there is of it.
-template <bool Ranks>
-__device__ __forceinline__ const bfloat16* dy_of_row(const PassData& data, const Work& work, std::int64_t row,
-                                                     std::int64_t index) {
-  if (Ranks && work.group == 0) return data.packed_dy + row * data.pass.sizes.hidden_size;
-  return data.dy + (work.group == 0 ? index / data.pass.sizes.top_k : index) * data.dy_stride;
+// dY of row `row` of the tile's group, counted over all of the group: of routed experts the packed copy, which lies near its
+// neighbours and is in the second-level cache, of a shared one the token's own.
+__device__ __forceinline__ const bfloat16* dy_of_row(const PassData& data, const Work& work, std::int64_t row) {
+  if (work.group == 0) return data.packed_dy + row * data.pass.sizes.hidden_size;
+  return data.dy + row * data.dy_stride;
 }
 
 // Raises the tile's arrival counter at each rank that it has rows of.

@@ -221,7 +221,7 @@ __device__ __forceinline__ void down_bias_gradient(const PassData& data, const W
                   } else if (data.shared_gates) {
                     weight = data.shared_gates[row * sizes.shared_experts + work.group - 1];
                   }
-                  return WeightedRow{dy_of_row<Ranks>(data, work, row, index), weight};
+                  return WeightedRow{dy_of_row(data, work, row), weight};
                 });
 }
 
