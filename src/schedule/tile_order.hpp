@@ -165,9 +165,10 @@ MOELITH_HD inline Pipeline pipeline_of(const Pass& pass, const Round& round) {
   return p;
 }
 
-// Weight and bias gradient tiles of one expert slot, in this order.
+// Weight and bias gradient tiles of one expert slot. In this order, since those of biases, which sum all columns, may take
+// longest and should not be the last of a pass.
 struct WeightGradientTiles {
-  std::int64_t gate_up_rows, gate_up_columns, down_rows, down_columns, gate_up_bias, down_bias;
+  std::int64_t gate_up_bias, down_bias, gate_up_rows, gate_up_columns, down_rows, down_columns;
   MOELITH_HD std::int64_t size() const {
     return gate_up_rows * gate_up_columns + down_rows * down_columns + gate_up_bias + down_bias;
   }
@@ -228,18 +229,19 @@ MOELITH_HD inline Tile weight_gradient_tile(const Sizes& sizes, const Round& rou
     ++slot;
   }
   const WeightGradientTiles tiles = weight_gradient_tiles(sizes, slot);
-  const std::int64_t gate_up = tiles.gate_up_rows * tiles.gate_up_columns, down = tiles.down_rows * tiles.down_columns;
+  const std::int64_t biases = tiles.gate_up_bias + tiles.down_bias;
+  if (index < biases) {
+    return {index < tiles.gate_up_bias ? Stage::gate_up_bias_grad : Stage::down_bias_grad, slot, 0, 0, number};
+  }
+  index -= biases;
+  const std::int64_t gate_up = tiles.gate_up_rows * tiles.gate_up_columns;
   if (index < gate_up) {
     return {Stage::gate_up_wgrad, slot, quotient(index, tiles.gate_up_columns),
             std::int32_t(remainder_of(index, tiles.gate_up_columns)), number};
   }
   index -= gate_up;
-  if (index < down) {
-    return {Stage::down_wgrad, slot, quotient(index, tiles.down_columns),
-            std::int32_t(remainder_of(index, tiles.down_columns)), number};
-  }
-  index -= down;
-  return {index < tiles.gate_up_bias ? Stage::gate_up_bias_grad : Stage::down_bias_grad, slot, 0, 0, number};
+  return {Stage::down_wgrad, slot, quotient(index, tiles.down_columns),
+          std::int32_t(remainder_of(index, tiles.down_columns)), number};
 }
 
 // Tiles whose number and meaning do not need the Layout's arrays beyond valid_tokens: a worker may run them before the

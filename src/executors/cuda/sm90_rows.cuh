@@ -187,7 +187,7 @@ __device__ __forceinline__ void bias_gradient(const GradientTarget& targets, con
       named_barrier_sync(barrier_own + group, consumer_threads);
       if (column >= columns) continue;
       float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-#pragma unroll 8
+#pragma unroll 16  // loads under way, all from memory
       for (int r = 0; r < count; ++r) {
         const WeightedRow row = staging[r];
         float f[8];
