@@ -61,7 +61,7 @@ def plain(shape, layer):
         if config.down_bias:
             out = out + layer.down_bias[of_row]
         out = AllToAll.apply(out.index_select(0, inverse(by_expert)), received, sent)
-        y = rivals._combine(out.index_select(0, inverse(order)), weights.to(x.dtype).view(-1, 1), config.top_k)
+        y = rivals.combine(out.index_select(0, inverse(order)), weights.to(x.dtype).view(-1, 1), config.top_k)
         return rivals.with_shared_experts(y, layer, x)
 
     return run
