@@ -42,7 +42,7 @@ else()
 endif()
 
 file(GLOB_RECURSE moelith_system_tests CONFIGURE_DEPENDS tests/*.cpp)
-list(FILTER moelith_system_tests EXCLUDE REGEX "/tests/(fuzz|plain_gtest|fake_mpi)/")
+list(FILTER moelith_system_tests EXCLUDE REGEX "/tests/(fuzz|plain_gtest|fake_mpi|mpi)/")
 set(moelith_all_tests ${moelith_test_sources} ${moelith_reference_tests} ${moelith_system_tests})
 if(TARGET moelith_tool_objects)
   list(APPEND moelith_all_tests ${moelith_tool_tests})
@@ -59,6 +59,25 @@ if(moelith_all_tests)
   endif()
   gtest_discover_tests(moelith_tests
     DISCOVERY_MODE ${moelith_discovery} DISCOVERY_TIMEOUT 60 PROPERTIES TIMEOUT 600 SKIP_REGULAR_EXPRESSION "\\[  SKIPPED \\]")
+endif()
+
+# Real MPI, where there is one; not under sanitizers, which report what is the MPI library's.
+if(NOT MOELITH_SANITIZE AND "tests/mpi/mpirun_test.cpp" MATCHES "${MOELITH_TEST_FILES}")
+  set(MPI_CXX_SKIP_MPICXX ON)
+  find_package(MPI QUIET COMPONENTS CXX)
+  if(MPI_CXX_FOUND)
+    add_executable(moelith_mpi_tests tests/mpi/mpirun_test.cpp)
+    target_link_libraries(moelith_mpi_tests PRIVATE moelith_internal GTest::gtest MPI::MPI_CXX)
+    foreach(ranks 2 3)
+      add_test(NAME MpiRun.${ranks}_ranks
+        COMMAND ${MPIEXEC_EXECUTABLE} ${MPIEXEC_NUMPROC_FLAG} ${ranks} ${MPIEXEC_PREFLAGS} $<TARGET_FILE:moelith_mpi_tests> ${MPIEXEC_POSTFLAGS})
+      # What Open MPI asks for where it runs as root or has fewer cores than ranks, version 4 and 5; others ignore it.
+      set_tests_properties(MpiRun.${ranks}_ranks PROPERTIES TIMEOUT 120 PROCESSORS ${ranks} ENVIRONMENT
+        "OMPI_ALLOW_RUN_AS_ROOT=1;OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1;OMPI_MCA_rmaps_base_oversubscribe=1;PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe")
+    endforeach()
+  else()
+    message(STATUS "MPI was not found: its header is tested with the stand-in alone")
+  endif()
 endif()
 
 file(GLOB moelith_fuzz_sources CONFIGURE_DEPENDS tests/fuzz/*.cpp)

@@ -62,7 +62,7 @@ void check(const LayerConfig& config, const Weights& weights, const Inputs& inpu
   check_expert("", experts, config.intermediate_size, weights);
   check_size("weights.shared", weights.shared, static_cast<std::int64_t>(config.shared_experts.size()));
   for (std::size_t s = 0; s < weights.shared.size(); ++s) {
-    check_expert("shared[" + std::to_string(s) + "].", 1, config.shared_experts[s].intermediate_size,
+    check_expert("shared." + std::to_string(s) + ".", 1, config.shared_experts[s].intermediate_size,
                  weights.shared[s]);
   }
 

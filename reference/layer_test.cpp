@@ -59,7 +59,7 @@ void check_gradients(const LayerConfig& config, Weights weights, Inputs inputs, 
   check("shared_gate_logits", inputs.shared_gate_logits, gradients.shared_gate_logits);
   check_expert("", weights, gradients.weights);
   for (std::size_t s = 0; s < weights.shared.size(); ++s) {
-    check_expert("shared[" + std::to_string(s) + "].", weights.shared[s], gradients.weights.shared[s]);
+    check_expert("shared." + std::to_string(s) + ".", weights.shared[s], gradients.weights.shared[s]);
   }
 }
 

@@ -2,7 +2,7 @@
 #include <cstring>
 
 #include "moelith/moelith.h"
-#include "tests/layer_fixture.hpp"
+#include "tests/call.hpp"
 
 namespace moelith {
 namespace {
@@ -114,7 +114,13 @@ TEST(BoundExperts, WrongOnesAreRefused) {
   OutputGradients up;
   up.y = x.view;
   InputGradients grad;
-  grad.weights.bound = plan.bind(good);
+  Tensor d_gate_up(c.dtype, {2, 16, 16}), d_down(c.dtype, {2, 16, 8});
+  auto* da = static_cast<numerics::bfloat16*>(d_gate_up.view.data);
+  auto* db = static_cast<numerics::bfloat16*>(d_down.view.data);
+  ExpertPointers apart;
+  apart.gate_up_proj = {da, da + 256};
+  apart.down_proj = {db, db + 128};
+  grad.weights.bound = plan.bind(apart);
   grad.weights.down_proj.accumulate = true;
   const auto backward = [&] { plan.backward(in, saved.data(), up, grad, workspace.data()); };
   expect_refusal("d_down_proj (accumulated): got bfloat16, accepted is float32", backward);
@@ -123,6 +129,29 @@ TEST(BoundExperts, WrongOnesAreRefused) {
   grad.weights.down_proj = {};
   grad.weights.bound = other.bind(good);
   expect_refusal("d_weights.bound: got tensors that another plan has bound", backward);
+
+  // Memory of a weight as its own gradient: of one expert, stacked where the weights are apart, and both stacked.
+  apart.down_proj[1] = b + 128;
+  grad.weights.bound = plan.bind(apart);
+  expect_refusal("d_down_proj: got the memory of the weight itself, accepted is memory of its own", backward);
+  grad.weights.bound = nullptr;
+  grad.weights.gate_up_proj = {gate_up.view, false};
+  expect_refusal("d_gate_up_proj: got the memory of the weight itself", backward);
+  LayerConfig wide_config = c;
+  wide_config.dtype = DataType::float32;
+  wide_config.shared_experts = {{8, false}};
+  const Plan wide_plan = Plan::create(wide_config, plan_options);
+  const auto p = random_problem(wide_config, 4, 3);
+  Call call(p, wide_plan, 0, 4);
+  call.forward();
+  call.grad.weights.down_proj = {call.in.weights.down_proj, true};
+  expect_refusal("d_down_proj: got the memory of the weight itself", [&] { call.backward(); });
+  call.grad.weights.down_proj = {};
+  call.grad.weights.shared.resize(1);
+  call.grad.weights.shared[0].gate_up_proj = {call.in.weights.shared[0].gate_up_proj, true};
+  expect_refusal("d_shared.0.gate_up_proj: got the memory of the weight itself", [&] { call.backward(); });
+  call.grad.weights.shared.clear();
+  call.backward();
 }
 
 TEST(BoundExperts, ThroughTheCInterface) {

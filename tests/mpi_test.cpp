@@ -1,4 +1,5 @@
-// The group of an MPI communicator, which here is a stand-in's (tests/fake_mpi): what the header exchanges and makes.
+// The group of an MPI communicator, which here is a stand-in's (tests/fake_mpi): where there is no MPI, and for ranks of
+// several hosts. tests/mpi has real MPI's.
 #include "moelith/mpi.hpp"
 
 #include <gtest/gtest.h>

@@ -254,10 +254,32 @@ TEST(Processes, AnIdBringsRanksTogether) {
     EXPECT_EQ(outcome.status, Status::invalid_argument) << outcome.text;
     return outcome.text;
   };
-  EXPECT_NE(refused(nullptr, 128).find("id: got none"), std::string::npos);
-  EXPECT_NE(refused(id.data(), 8).find("id: got 8 bytes, accepted are 16 to 128"), std::string::npos);
+  EXPECT_NE(refused(nullptr, 128).find("id: got none, accepted are 16 to 128 bytes"), std::string::npos);
+  EXPECT_NE(refused(id.data(), 8).find("id: got 8 bytes, accepted are 16 to 128 bytes"), std::string::npos);
   EXPECT_NE(refused(id.data(), 129).find("id: got 129 bytes"), std::string::npos);
   EXPECT_EQ(Group::process_by_id(id.data(), id.size(), 0, 1).size(), 1);
+  // Errors name what the caller gave, the id, and not the name that was made of it.
+  const std::string name = fresh_group_name();
+  for (bool by_id : {false, true}) {
+    auto set_up = [&](int rank, int limit) {
+      return outcome_of([&] {
+               by_id ? Group::process_by_id(id.data(), id.size(), rank, 2, milliseconds(limit))
+                     : Group::process(name, rank, 2, milliseconds(limit));
+             }).text;
+    };
+    EXPECT_NE(set_up(1, 20).find(by_id ? "the group of this id in the" : "the group of this name, " + name + ", in the"),
+              std::string::npos);
+    std::string other_text;
+    std::thread other([&] { other_text = set_up(0, 2000); });
+    std::string taken;
+    for (int tries = 0; tries < 100 && taken.find("accepted is one that no other group has") == std::string::npos; ++tries) {
+      taken = set_up(0, 1);
+    }
+    other.join();
+    const std::string& refusal = taken.find("accepted is") == std::string::npos ? other_text : taken;
+    EXPECT_EQ(refusal.find((by_id ? "id: got one" : "name: got " + name) + ", which a group has that is being set up"), 0u)
+        << refusal;
+  }
   // Ids of all lengths: a name of shared memory has what they need.
   std::array<std::byte, 128> full;
   full.fill(std::byte{0xff});

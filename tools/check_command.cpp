@@ -185,7 +185,7 @@ int run_check(const Streams& streams, const CheckOptions& o) {
       if (name.ends_with("gate_up_bias")) return w.gate_up_bias;
       return name.ends_with("down_proj") ? w.down_proj : w.down_bias;
     };
-    if (name.rfind("d_shared[", 0) != 0) return of(gradients.weights);
+    if (name.rfind("d_shared.", 0) != 0) return of(gradients.weights);
     return of(gradients.weights.shared[static_cast<std::size_t>(std::stoul(name.substr(9)))]);
   };
   for_each_gradient(problem.gradients, [&](const std::string& name, const TensorView& view) {

@@ -123,7 +123,7 @@ TEST(CommandLine, CheckCoversLossesSharedExpertsAndPresets) {
           .json();
   EXPECT_EQ(json["pass"], true) << json.dump(2);
   for (const char* name :
-       {"aux_loss", "z_loss", "d_shared_gate_logits", "d_shared[0].down_proj", "d_shared[0].down_bias"}) {
+       {"aux_loss", "z_loss", "d_shared_gate_logits", "d_shared.0.down_proj", "d_shared.0.down_bias"}) {
     EXPECT_TRUE(json["tensors"].contains(name)) << name;
   }
   const Json preset = run("check --preset gpt-oss-20b --shrink 64 -T 32 --json").json();

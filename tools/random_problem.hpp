@@ -95,7 +95,7 @@ void for_each_gradient(const InputGradients& g, F f) {
   call("d_shared_gate_logits", g.shared_gate_logits);
   weights("d_", g.weights);
   for (std::size_t s = 0; s < g.weights.shared.size(); ++s) {
-    weights("d_shared[" + std::to_string(s) + "].", g.weights.shared[s]);
+    weights("d_shared." + std::to_string(s) + ".", g.weights.shared[s]);
   }
 }
 

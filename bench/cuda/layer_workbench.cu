@@ -17,6 +17,7 @@
 #include "executors/cuda/sm90_pass.cuh"
 #include "moelith/layer.hpp"
 #include "tensors.cuh"
+#include "tests/spin.cuh"
 
 using namespace moelith;
 
@@ -127,13 +128,6 @@ void measure(const std::string& name, std::int64_t hidden, std::int64_t width, i
 
 // A CUDA graph of forward without gradients, replayed: the median over fresh inputs and routes, so that weights come from
 // memory, and the least time to read those of the experts that were chosen.
-__global__ void idle(unsigned long long nanoseconds) {
-  unsigned long long begin, now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
-  do {
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  } while (now - begin < nanoseconds);
-}
 void measure_small(const std::string& name, std::int64_t hidden, std::int64_t width, int experts, int top_k) {
   constexpr double bytes_per_us = 4.8e6;  // an H200's memory, by its data sheet
   for (const std::int64_t tokens : {1, 8, 64, 512}) {
@@ -159,7 +153,7 @@ void measure_small(const std::string& name, std::int64_t hidden, std::int64_t wi
     for (int round = 0; round < 53; ++round) {
       fill<<<64, 256, 0, stream>>>(static_cast<numerics::bfloat16*>(in.x.data), in.x.numel(), 1.0f, (100ull + round) << 40);
       fill<<<64, 256, 0, stream>>>(static_cast<float*>(in.router_logits.data), in.router_logits.numel(), 1.0f, (500ull + round) << 40);
-      idle<<<1, 1, 0, stream>>>(200'000);  // the host is done launching before the device begins
+      test::spin<<<1, 1, 0, stream>>>(200'000);  // the host is done launching before the device begins
       cudaEventRecord(a, stream);
       check(cudaGraphLaunch(replay, stream), "replay");
       cudaEventRecord(b, stream);

@@ -6,6 +6,9 @@ T tokens a rank, experts split over all ranks, bfloat16, balanced random routing
 dx of some tokens of each rank against float32 (1e-2 by row), and an expert's weight gradients against plain PyTorch's (2e-2, since both are rounded). Then all
 take turns (timing.py), each begun by all ranks together; the slowest rank's median counts. "alone" is the layer on one GPU with
 as many experts as each rank has and the same T, so the same rows and no other rank: alone / moelith is what the ranks keep of it.
+
+On a CPU with fewer cores than ranks it is torch.compile that takes the minutes, which builds the rivals in each process:
+TORCHDYNAMO_DISABLE=1 leaves that out.
 """
 
 import argparse
@@ -61,7 +64,7 @@ def plain(shape, layer):
         if config.down_bias:
             out = out + layer.down_bias[of_row]
         out = AllToAll.apply(out.index_select(0, inverse(by_expert)), received, sent)
-        y = rivals._combine(out.index_select(0, inverse(order)), weights.to(x.dtype).view(-1, 1), config.top_k)
+        y = rivals.combine(out.index_select(0, inverse(order)), weights.to(x.dtype).view(-1, 1), config.top_k)
         return rivals.with_shared_experts(y, layer, x)
 
     return run

@@ -29,7 +29,7 @@ def _swiglu_clamped(z, limit, alpha, up_offset):
 
 
 @torch.compile(dynamic=True)
-def _combine(rows, weights, top_k):
+def combine(rows, weights, top_k):
     """[T k, H], [T k, 1] -> [T, H]. T is not an argument's own dimension: one of 1 would be compiled apart."""
     return (rows * weights).unflatten(0, (-1, top_k)).sum(1)
 
@@ -105,7 +105,7 @@ def plain(shape, layer):
         if config.down_bias:
             rows = rows + layer.down_bias[experts]
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-        y = _combine(rows.index_select(0, place), weights.to(x.dtype).view(-1, 1), config.top_k)
+        y = combine(rows.index_select(0, place), weights.to(x.dtype).view(-1, 1), config.top_k)
         return with_shared_experts(y, layer, x)
 
     run.parameters = list(layer.parameters())

@@ -49,8 +49,10 @@ class Group {
   // and atomic addition, or the same: processes on one GPU take turns, which is slow, or run side by side under MPS.
   // Memory of a call may be any that this process's GPU reaches: what other ranks read of it is copied (PyTorch's
   // allocators are welcome).
+  // argument: what errors call that which the name stands for, where a caller has made it up.
   static Group process(const std::string& name, int rank, int ranks,
-                       std::chrono::milliseconds limit = std::chrono::seconds(60));
+                       std::chrono::milliseconds limit = std::chrono::seconds(60),
+                       const std::string& argument = "name");
   // The same where the processes share no name but an id that nobody else has: `bytes` bytes, 16 to 128 of them, such as
   // those of an ncclUniqueId that one rank made and the others have got from it (nothing here needs NCCL). One id may
   // serve several groups of the same processes, one after another.

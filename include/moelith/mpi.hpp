@@ -49,7 +49,7 @@ inline Group group_of(MPI_Comm communicator, std::chrono::milliseconds limit = s
     std::snprintf(name.data(), name.size(), "mpi-%08x%08x%08x%08x", random(), random(), random(), random());
   }
   check(MPI_Bcast(name.data(), sizeof(Text), MPI_CHAR, 0, communicator), "MPI_Bcast");
-  return Group::process(name.data(), rank, ranks, limit);
+  return Group::process(name.data(), rank, ranks, limit, "communicator");
 }
 
 }  // namespace moelith

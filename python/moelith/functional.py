@@ -87,9 +87,9 @@ def moe(
         raise ValueError(f"shared: {len(shared)} experts given; config has {len(config.shared_experts)}")
     given = {"gate_up_proj": gate_up_proj, "gate_up_bias": gate_up_bias, "down_proj": down_proj, "down_bias": down_bias}
     for s, expert in enumerate(shared):
-        check_type(expert, f"shared[{s}]", (SharedWeights, tuple, list))
+        check_type(expert, f"shared.{s}", (SharedWeights, tuple, list))
         if len(expert) > len(SharedWeights._fields):
-            raise ValueError(f"shared[{s}]: {len(expert)} tensors; accepted: {', '.join(SharedWeights._fields)}")
+            raise ValueError(f"shared.{s}: {len(expert)} tensors; accepted: {', '.join(SharedWeights._fields)}")
         for kind, tensor in zip(SharedWeights._fields, expert):
             given[f"shared.{s}.{kind}"] = tensor
     weights = _weights_of(config, given)
@@ -150,6 +150,8 @@ def _forward(
     _rows_of is checked; the others are here."""
     check_type(options, "options", PlanOptions)
     check_type(num_sequences, "num_sequences", (int, torch.SymInt))
+    if isinstance(num_sequences, int) and not -(2**63) <= num_sequences < 2**63:  # PyTorch could not carry it
+        raise ValueError(f"num_sequences: got {num_sequences}, accepted is a divisor of the {x.shape[0]} tokens")
     device = x.device
     for name, tensor in weights.items():
         _check_tensor(tensor, name, device)

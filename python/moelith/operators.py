@@ -10,6 +10,7 @@ handle of a Group ("0": one rank). `weights` is the list in the order of LayerCo
 """
 
 import functools
+import json
 from typing import List, Optional, Tuple
 
 import torch
@@ -19,7 +20,7 @@ from torch.autograd import forward_ad
 
 from moelith import _moelith
 from moelith.config import LayerConfig
-from moelith.runtime import BUFFER_ALIGNMENT, SINGLE_HANDLE, Group, aligned_empty, dtype_name
+from moelith.runtime import BUFFER_ALIGNMENT, SINGLE_HANDLE, Group, aligned_empty, config_for, dtype_name
 
 _TENSOR_INPUTS = _moelith.INPUTS
 _DIFFERENTIABLE = _moelith.DIFFERENTIABLE_INPUTS
@@ -122,6 +123,27 @@ def _run_forward(
     return owner.in_turn(run)
 
 
+def _check_without_memory(tensors, weights, config, options, group, num_sequences):
+    """Refuses dtypes, shapes and strides as _run_forward would, without a plan. Symbols are left to the call itself."""
+    given = [tensor for tensor in (*tensors, *weights) if tensor is not None]
+    numbers = (number for tensor in given for number in (*tensor.shape, *tensor.stride()))
+    if not all(isinstance(number, int) for number in (num_sequences, *numbers)):
+        return
+    x = tensors[0]
+    native = config_for(config, x.dtype)
+    max_tokens = json.loads(options)["max_tokens"]
+    _moelith.check_inputs(
+        native,
+        # How many of a group's experts are this rank's is known to its plan alone.
+        native.num_experts if Group.of(group).size == 1 else weights[0].shape[0],
+        x.shape[0] if max_tokens is None else max_tokens,
+        tensors,
+        weights,
+        _places(config),
+        num_sequences,
+    )
+
+
 def _fake_forward(
     x,
     router_logits,
@@ -139,6 +161,8 @@ def _fake_forward(
     num_sequences,
     save,
 ):
+    tensors = (x, router_logits, topk_ids, topk_weights, selection_bias, shared_gate_logits, num_valid_tokens)
+    _check_without_memory(tensors, weights, config, options, group, num_sequences)
     tokens = x.shape[0]
     size = 0
     if save and not isinstance(tokens, int):

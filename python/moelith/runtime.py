@@ -32,6 +32,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def config_for(key: str, dtype: torch.dtype):
+    """The C++ LayerConfig of LayerConfig.key for x of that dtype."""
+    if dtype not in (torch.float64, torch.float32, torch.bfloat16):
+        raise ValueError(f"x: dtype {dtype_name(dtype)}; accepted: float64, float32, bfloat16")
+    return native_config(key, dtype_name(dtype))
+
+
 def aligned_empty(nbytes: int, device: torch.device) -> torch.Tensor:
     """nbytes uninitialised bytes that start at a multiple of BUFFER_ALIGNMENT."""
     if device.type == "cpu":  # PyTorch aligns to 64 bytes there
@@ -104,7 +111,7 @@ class Group:
         facts = [None] * ranks
         dist.all_gather_object(facts, (Group._place(), uuid.uuid4().hex), process_group)
         _moelith.Group.require_one_place([place for place, _ in facts], "process_group")
-        return Group.process(facts[0][1], rank, ranks, seconds)
+        return Group(_moelith.Group.process(facts[0][1], rank, ranks, seconds, "process_group"))
 
     @staticmethod
     def _place() -> str:
@@ -183,8 +190,7 @@ class Group:
                 "PlanOptions.max_tokens: None; accepted for a group of several ranks: the largest number of tokens of "
                 "any call on this rank"
             )
-        if dtype not in (torch.float64, torch.float32, torch.bfloat16):
-            raise ValueError(f"x: dtype {dtype_name(dtype)}; accepted: float64, float32, bfloat16")
+        config = config_for(config_key, dtype)
         if device_type == "cuda" and not self._on_gpus:
             raise NotImplementedError(
                 f"group: {self.size} ranks of one process on device cuda; accepted there from Python is a process for each "
@@ -194,9 +200,7 @@ class Group:
         assign(native, fields | {"max_tokens": capacity if given is None else given})
         native.device = device_type
         native.group = self._native
-        plan = _moelith.Plan.create(
-            native_config(config_key, dtype_name(dtype)), native, watch_signals=self.waits_on_main_thread()
-        )
+        plan = _moelith.Plan.create(config, native, watch_signals=self.waits_on_main_thread())
         # Where the caller says max_tokens, one plan serves all calls.
         plans[capacity if given is None else "of_any_call"] = plan
         return plan

@@ -646,6 +646,7 @@ def bad(name, pattern, config=BASE, exception=ValueError, **arguments):
         bad("valid tokens", "num_valid_tokens.*13.*12", num_valid_tokens=torch.tensor([13], dtype=torch.int32)),
         bad("dtype of valid tokens", "num_valid_tokens", num_valid_tokens=torch.tensor([3])),
         bad("sequences", "num_sequences.*5", num_sequences=5),
+        bad("too many sequences", "num_sequences: got 1180591620717411303424, .*12", num_sequences=2**70),
         bad("type of top_k", "top_k: 2.5, a float.*int", dataclasses.replace(BASE, top_k=2.5), TypeError),
         bad("top_k", "top_k.*7", config=dataclasses.replace(BASE, top_k=7)),
         bad("hidden size", "hidden_size.*12", config=dataclasses.replace(BASE, hidden_size=12), x=torch.zeros(12, 12)),
@@ -703,6 +704,53 @@ def test_shapes_on_the_meta_device():
     output = run(tensors, BASE)
     assert output.y.is_meta and output.y.shape == (12, 16) and output.topk_ids.shape == (12, 2)
     assert gradients(output, tensors, [torch.empty_like(getattr(output, name)) for name in RESULTS])["x"].is_meta
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"gate_up_proj": torch.zeros(5, 48, 16, dtype=torch.float64)},
+        {"down_proj": torch.zeros(6, 24, 16, dtype=torch.float64).transpose(1, 2)},
+        {"router_logits": torch.zeros(13, 6, dtype=torch.float64)},
+        {"router_logits": torch.zeros(12, 6, dtype=torch.int32)},
+        {"router_logits": None},
+        {"router_logits": None, "topk_ids": torch.zeros(12, 2, dtype=torch.int32)},
+        {"num_valid_tokens": torch.zeros(2, dtype=torch.int32)},
+        {"selection_bias": torch.zeros(6, dtype=torch.float64)},
+        {"num_sequences": 5},
+        {"x": torch.zeros(12, 16, dtype=torch.float16)},
+    ],
+    ids=lambda arguments: " ".join(arguments),
+)
+def test_meta_tensors_are_refused_as_others_are(arguments, grad):
+    def error_on(device):
+        given = {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value
+            for name, value in (tensors_of(BASE, 12) | arguments).items()
+        }
+        with pytest.raises(ValueError) as caught, torch.set_grad_enabled(grad):
+            run(given, BASE)
+        return str(caught.value)
+
+    assert error_on("meta") == error_on("cpu")
+
+
+def test_more_meta_tokens_than_max_tokens():
+    given = {name: v.to("meta") if isinstance(v, torch.Tensor) else v for name, v in tensors_of(BASE, 12).items()}
+    for grad in (True, False):
+        with pytest.raises(ValueError, match="12.*max_tokens = 10"), torch.set_grad_enabled(grad):
+            run(given, BASE, options=PlanOptions(max_tokens=10))
+
+
+def test_main_gradient_that_is_the_weight_itself():
+    tensors = {
+        name: value.float().detach().requires_grad_() if isinstance(value, torch.Tensor) else value
+        for name, value in tensors_of(BASE, 12).items()
+    }
+    output = run(tensors, BASE, main_gradients={"down_proj": tensors["down_proj"].detach()})
+    with pytest.raises(ValueError, match="d_down_proj.*memory of the weight itself"):
+        output.y.sum().backward()
 
 
 def test_R1_rows_of_nan_logits():

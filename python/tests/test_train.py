@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from moelith.train import checkpoint, data, loop, pictures
 from moelith.train.__main__ import main, run
 from moelith.train.errors import TrainError
 from moelith.train.files import write_whole
+from moelith.train.ranks import backend
 
 SMALL = [f"--set={field}" for field in (
     "hidden_size=32", "layers=2", "heads=2", "num_experts=4", "intermediate_size=16", "shared_intermediate_size=16",
@@ -278,3 +280,15 @@ def test_progress_shows_loss_speed_time_left_and_the_share_of_the_layers(live, m
     out, error = capsys.readouterr()
     shown = error.split("\r")[-1] if live else out
     assert "5/10 " in shown and " to go  loss 1.250 nats/byte  held out 2.500 bits/byte  12,346 tokens/s  MoE 50% of time" in shown
+
+
+@pytest.mark.parametrize("gpus, expected", [
+    (["a", "b", "c"], "nccl"),          # each sees its own alone, or all see all
+    (["a", "b", "a"], "gloo"),          # two processes on one
+    (["a", "b", None], "gloo"),
+    ([None, None, None], "gloo")])
+def test_all_ranks_choose_the_same_backend(gpus, expected):
+    store = torch.distributed.HashStore()
+    with ThreadPoolExecutor(len(gpus)) as ranks:
+        chosen = list(ranks.map(lambda rank: backend(store, rank, len(gpus), gpus[rank]), range(len(gpus))))
+    assert chosen == [expected] * len(gpus)

@@ -64,26 +64,40 @@ struct WeightShapes {
   const LayerConfig& config;
   std::int32_t local_experts;
 
-  // Calls f(name, shape as a list with the expert dimension or without, tensor, whether the config has it, whether it is
-  // bound) for all weights.
+  // Calls f(name, shape as a list with the expert dimension or without, tensor, whether the config has it, its bound
+  // pointers or null) for all weights, which come in the same order of any set.
   template <class Set, class F>
   void for_each(Set& set, const std::string& prefix, F f) const {
     const std::int64_t h = config.hidden_size, i = config.intermediate_size, l = local_experts;
-    static const ExpertPointers none;
-    const ExpertPointers& bound = set.bound ? set.bound->pointers() : none;
-    f(prefix + "gate_up_proj", {l, config.gate_up_rows(i), h}, set.gate_up_proj, true, !bound.gate_up_proj.empty());
-    f(prefix + "gate_up_bias", {l, config.gate_up_rows(i)}, set.gate_up_bias, config.gate_up_bias, !bound.gate_up_bias.empty());
-    f(prefix + "down_proj", {l, h, i}, set.down_proj, true, !bound.down_proj.empty());
-    f(prefix + "down_bias", {l, h}, set.down_bias, config.down_bias, !bound.down_bias.empty());
+    auto bound = [&](PointerList list) {
+      return bound_list(set.bound, list) ? &(set.bound->pointers().*list) : nullptr;
+    };
+    constexpr const std::vector<void*>* none = nullptr;
+    f(prefix + "gate_up_proj", {l, config.gate_up_rows(i), h}, set.gate_up_proj, true, bound(&ExpertPointers::gate_up_proj));
+    f(prefix + "gate_up_bias", {l, config.gate_up_rows(i)}, set.gate_up_bias, config.gate_up_bias, bound(&ExpertPointers::gate_up_bias));
+    f(prefix + "down_proj", {l, h, i}, set.down_proj, true, bound(&ExpertPointers::down_proj));
+    f(prefix + "down_bias", {l, h}, set.down_bias, config.down_bias, bound(&ExpertPointers::down_bias));
     for (std::size_t s = 0; s < set.shared.size(); ++s) {
-      const std::string name = prefix + "shared[" + std::to_string(s) + "].";
+      const std::string name = prefix + "shared." + std::to_string(s) + ".";
       const std::int64_t w = config.shared_experts[s].intermediate_size;
       auto& shared = set.shared[s];
-      f(name + "gate_up_proj", {config.gate_up_rows(w), h}, shared.gate_up_proj, true, false);
-      f(name + "gate_up_bias", {config.gate_up_rows(w)}, shared.gate_up_bias, config.gate_up_bias, false);
-      f(name + "down_proj", {h, w}, shared.down_proj, true, false);
-      f(name + "down_bias", {h}, shared.down_bias, config.down_bias, false);
+      f(name + "gate_up_proj", {config.gate_up_rows(w), h}, shared.gate_up_proj, true, none);
+      f(name + "gate_up_bias", {config.gate_up_rows(w)}, shared.gate_up_bias, config.gate_up_bias, none);
+      f(name + "down_proj", {h, w}, shared.down_proj, true, none);
+      f(name + "down_bias", {h}, shared.down_bias, config.down_bias, none);
     }
+  }
+};
+
+// Where a weight of the experts or its gradient lies: stacked, or each expert's by itself.
+struct Place {
+  const TensorView* stacked;
+  const std::vector<void*>* apart;
+
+  const void* of(std::int64_t e, std::int64_t experts) const {
+    if (apart) return (*apart)[static_cast<std::size_t>(e)];
+    if (!stacked->data) return nullptr;
+    return static_cast<const std::byte*>(stacked->data) + stacked->numel() / experts * e * static_cast<std::int64_t>(size_of(stacked->dtype));
   }
 };
 
@@ -152,7 +166,8 @@ CallFacts check_inputs(const LayerConfig& config, std::int32_t local_experts, st
   }
   WeightShapes{config, local_experts}.for_each(
       inputs.weights, "",
-      [&](const std::string& name, std::initializer_list<std::int64_t> shape, const TensorView& view, bool exists, bool bound) {
+      [&](const std::string& name, std::initializer_list<std::int64_t> shape, const TensorView& view, bool exists,
+          const std::vector<void*>* bound) {
         if (bound) {
           must_be_absent(view, name, "weights.bound has it");
           if (inputs.weights.bound->pointers().dtype != type) {
@@ -212,9 +227,25 @@ void check_gradients(const LayerConfig& config, std::int32_t local_experts, cons
     refuse("weight gradients of shared experts", std::to_string(in.weights.shared.size()) + " entries",
            "none or " + std::to_string(config.shared_experts.size()));
   }
-  WeightShapes{config, local_experts}.for_each(
+  const WeightShapes shapes{config, local_experts};
+  std::vector<Place> weights;
+  weights.reserve(4 + 4 * config.shared_experts.size());
+  shapes.for_each(inputs.weights, "", [&](const auto&, std::initializer_list<std::int64_t>, const TensorView& weight, bool,
+                                           const std::vector<void*>* bound) {
+    weights.push_back({&weight, bound});
+  });
+  auto weight = weights.begin();
+  const std::int64_t experts = std::max(1, local_experts);
+  shapes.for_each(
       in.weights, "d_",
-      [&](const std::string& name, std::initializer_list<std::int64_t> shape, const Gradient& gradient, bool exists, bool bound) {
+      [&](const std::string& name, std::initializer_list<std::int64_t> shape, const Gradient& gradient, bool exists,
+          const std::vector<void*>* bound) {
+        const Place own_weight = *weight++, place{&gradient.tensor, bound};
+        for (std::int64_t e = 0; e < experts && (bound || gradient.tensor.data); ++e) {
+          if (place.of(e, experts) == own_weight.of(e, experts)) {
+            refuse(name, "the memory of the weight itself", "memory of its own");
+          }
+        }
         if (bound) {
           must_be_absent(gradient.tensor, name, "weights.bound has it");
           const DataType given = in.weights.bound->pointers().dtype;

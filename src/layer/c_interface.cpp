@@ -147,9 +147,9 @@ E enumerator(std::int32_t value, E last, const std::string& field) {
   refuse(field + " is " + std::to_string(value) + "; accepted: " + names);
 }
 
-// Names such as "weights.shared[1].down_proj", for error texts.
+// Names such as "weights.shared.1.down_proj", for error texts.
 std::string shared_name(const char* prefix, std::int32_t index) {
-  return std::string(prefix) + "shared[" + std::to_string(index) + "].";
+  return std::string(prefix) + "shared." + std::to_string(index) + ".";
 }
 
 TensorView view_of(const moelith_tensor_t& tensor, const std::string& name) {

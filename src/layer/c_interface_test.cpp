@@ -295,7 +295,7 @@ TEST(CInterface, Groups) {
   const char id[128] = "an id";
   moelith_group_t alone = nullptr;
   EXPECT_EQ(moelith_group_create_process_by_id(nullptr, sizeof id, 0, 1, 1000, &alone), MOELITH_INVALID_ARGUMENT);
-  EXPECT_STREQ(moelith_last_error(), "id: got none");
+  EXPECT_STREQ(moelith_last_error(), "id: got none, accepted are 16 to 128 bytes");
   ASSERT_EQ(moelith_group_create_process_by_id(id, sizeof id, 0, 1, 1000, &alone), MOELITH_OK) << moelith_last_error();
   moelith_group_destroy(alone);
   moelith_group_t single = nullptr;

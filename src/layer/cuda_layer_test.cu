@@ -6,6 +6,7 @@
 
 #include "tests/driver_calls.cuh"
 #include "tests/layer_fixture_gpu.cuh"
+#include "tests/spin.cuh"
 
 namespace moelith {
 namespace {
@@ -273,28 +274,19 @@ TEST(CudaLayer, SameBitsForAnyBudgetTileWidthAndTime) {
   }
 }
 
-// Holds an SM for itself until `duration` nanoseconds have passed.
-__global__ void hog(unsigned long long duration) {
-  unsigned long long begin, now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
-  do {
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  } while (now - begin < duration);
-}
-
 TEST(CudaLayer, SameBitsBesideAKernelThatHoldsSMs) {
   Random random(41);
   cudaStream_t other;
   check(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
-  constexpr int shared_memory = 200 * 1024;
-  check(cudaFuncSetAttribute(hog, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_memory));
+  constexpr int shared_memory = 200 * 1024;  // an SM for each block alone
+  check(cudaFuncSetAttribute(spin, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_memory));
   for (int blocks : {16, 100, 131}) {
     const LayerConfig config = random_config(random, DataType::bfloat16);
     const Problem p = random_problem(config, 700, random());
     const Results alone = run_gpu(p);
     RunOptions options = on_gpu();
     options.launch = [&](const std::function<void()>& pass) {
-      hog<<<blocks, 1024, shared_memory, other>>>(20'000'000);
+      spin<<<blocks, 1024, shared_memory, other>>>(20'000'000);
       check(cudaGetLastError());
       pass();
       check(cudaStreamSynchronize(arena().stream));

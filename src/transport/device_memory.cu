@@ -63,11 +63,20 @@ int ranks_on_my_gpu(Transport& ranks, int device) {
   return sharing;
 }
 
+// The object, which is released when the last owner goes; but not in a child that this process has forked, whose copy of
+// the pointer stands for what is its parent's.
+template <class T, class Release>
+std::shared_ptr<T> owned_here(T* object, Release release) {
+  return {object, [release, owner = getpid()](T* o) {
+            if (getpid() == owner) release(o);
+          }};
+}
+
 // Zeroed memory of the current GPU.
 std::shared_ptr<void> device_allocation(std::uint64_t bytes) {
   void* memory = nullptr;
   check_cuda(cudaMalloc(&memory, std::max<std::uint64_t>(bytes, 256)), "symmetric memory");
-  std::shared_ptr<void> owned(memory, [](void* m) { cudaFree(m); });
+  std::shared_ptr<void> owned = owned_here(memory, [](void* m) { cudaFree(m); });
   check_cuda(cudaMemset(memory, 0, std::max<std::uint64_t>(bytes, 256)), "symmetric memory");
   check_cuda(cudaStreamSynchronize(cudaStreamLegacy), "symmetric memory");
   return owned;
@@ -79,7 +88,7 @@ std::shared_ptr<HostWords> common_words(Transport& ranks, std::shared_ptr<HostWo
   if (ranks.rank() == 0 && !mine) {
     check_cuda(cudaHostAlloc(&memory, sizeof(HostWords), cudaHostAllocPortable | cudaHostAllocMapped),
                "words for errors");
-    mine = {new (memory) HostWords, [](HostWords* words) { cudaFreeHost(words); }};
+    mine = owned_here(new (memory) HostWords, [](HostWords* words) { cudaFreeHost(words); });
   }
   // Shared pointers of one process: the others copy rank 0's.
   auto* source = pointer_of<std::shared_ptr<HostWords>>(ranks.all_gather(number_of(&mine))[0]);
@@ -210,7 +219,7 @@ void refuse_ranks_of_one_process(Transport& ranks) {
 std::shared_ptr<HostWords> registered(const ProcessDeviceShares::Words& words) {
   check_cuda(cudaHostRegister(words.shared, words.shared_bytes, cudaHostRegisterPortable | cudaHostRegisterMapped),
              "words for errors");
-  std::shared_ptr<HostWords> made(
+  std::shared_ptr<HostWords> made = owned_here(
       words.of_all, [shared = words.shared, mapping = words.mapping](HostWords*) { cudaHostUnregister(shared); });
   void* on_device = nullptr;
   check_cuda(cudaHostGetDevicePointer(&on_device, words.shared, 0), "words for errors");
@@ -235,10 +244,10 @@ std::shared_ptr<void> opened(const cudaIpcMemHandle_t& handle, int rank, const G
                                          cudaGetErrorString(status) +
                                          (number < 0 ? "; CUDA_VISIBLE_DEVICES hides that GPU from this process" : ""));
   }
-  return {memory, [device](void* m) {
-            const OnDevice current(device);
-            cudaIpcCloseMemHandle(m);
-          }};
+  return owned_here(memory, [device](void* m) {
+    const OnDevice current(device);
+    cudaIpcCloseMemHandle(m);
+  });
 }
 
 // Memory of groups that this process has given up before the other ranks did.
@@ -272,9 +281,9 @@ std::shared_ptr<const DeviceMemory> ProcessDeviceShares::share(Transport& ranks,
   for (auto made = made_.begin(); made != made_.end();) {
     const std::shared_ptr<const DeviceMemory> here = made->here.lock();
     enum : std::int64_t { unused, used, wanted };
-    const auto all = ranks.all_gather(!here                                              ? unused
-                                      : made->layout == layout && made->device == device ? wanted
-                                                                                         : used);
+    const bool gone = !here && made->gone->load(std::memory_order_acquire);
+    const bool fits = here && made->layout == layout && made->device == device;
+    const auto all = ranks.all_gather(gone ? unused : fits ? wanted : used);
     const auto [least, most] = std::minmax_element(all.begin(), all.end());
     if (*least == wanted) return here;
     made = *most == unused ? made_.erase(made) : made + 1;
@@ -284,7 +293,11 @@ std::shared_ptr<const DeviceMemory> ProcessDeviceShares::share(Transport& ranks,
   const Gpu mine = Gpu::of(device);
   const std::vector<Gpu> gpus = gather(ranks, mine);
   std::vector<int> numbers;
-  auto memory = std::make_shared<DeviceMemory>();
+  const auto gone = std::make_shared<std::atomic<bool>>(false);
+  const std::shared_ptr<DeviceMemory> memory(new DeviceMemory, [gone](DeviceMemory* m) {  // on any thread
+    delete m;
+    gone->store(true, std::memory_order_release);
+  });
   memory->sharing = 0;
   for (int r = 0; r < ranks.size(); ++r) {
     numbers.push_back(number_here(gpus[r]));
@@ -309,7 +322,7 @@ std::shared_ptr<const DeviceMemory> ProcessDeviceShares::share(Transport& ranks,
                 "group: GPU " + mine.name() +
                     " gives no handles of its memory for other processes: " + cudaGetErrorString(status));
   }
-  made_.push_back({layout, device, own, {}});
+  made_.push_back({layout, device, own, {}, gone});
   const std::vector<cudaIpcMemHandle_t> handles = gather(ranks, handle);
   for (int r = 0; r < ranks.size(); ++r) {
     memory->owned.push_back(r == ranks.rank() ? own : opened(handles[r], r, gpus[r], numbers[r], mine, device));

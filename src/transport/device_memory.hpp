@@ -2,6 +2,7 @@
 // memory handles. On one GPU, side by side, or on several that reach each other's memory by load and store.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -36,6 +37,9 @@ class DeviceShares {
 // its plans goes that have it. Its own it may free only then when the others have closed theirs: they say so where all
 // ranks meet the next time, and what is left when the group goes is kept until the others' processes are gone or have
 // given up the group, too. Nobody waits for that.
+// A process counts as gone when its files are closed: of one that was killed the driver may then still be taking down the
+// GPU context that has the memory open, while a survivor frees it.
+// A child that a rank forks has copies of all of this but no use of CUDA: they do nothing when they go.
 class ProcessDeviceShares {
  public:
   // Collective, as DeviceShares::share. `of_all` and `passes`: where each process has them, inside [shared, shared +
@@ -59,7 +63,8 @@ class ProcessDeviceShares {
     std::uint64_t layout;
     int device;
     std::shared_ptr<void> own;
-    std::weak_ptr<const DeviceMemory> here;  // own and the others', opened
+    std::weak_ptr<const DeviceMemory> here;         // own and the others', opened
+    std::shared_ptr<const std::atomic<bool>> gone;  // the others' are closed; `here` expires before that
   };
   std::vector<Made> made_;
   std::weak_ptr<HostWords> words_;  // registered with CUDA

@@ -49,26 +49,26 @@ std::vector<Group> Group::threads(int ranks) {
   return groups;
 }
 
-Group Group::process(const std::string& name, int rank, int ranks, std::chrono::milliseconds limit) {
+Group Group::process(const std::string& name, int rank, int ranks, std::chrono::milliseconds limit,
+                     const std::string& argument) {
   require_process(rank, ranks, limit);
   constexpr std::size_t longest = 128;
   static_assert(longest <= transport::longest_process_name);
   if (name.empty() || name.size() > longest || name.find_first_not_of(name_characters) != std::string::npos) {
-    throw Error(Status::invalid_argument, "name: got \"" + name + "\", accepted are 1 to " + std::to_string(longest) +
+    throw Error(Status::invalid_argument, argument + ": got \"" + name + "\", accepted are 1 to " + std::to_string(longest) +
                                               " letters, digits, '-' and '_'");
   }
   if (ranks == 1) return single();
-  return Group(transport::make_process(name, rank, ranks, limit));
+  return Group(transport::make_process(name, rank, ranks, limit, argument));
 }
 
 Group Group::process_by_id(const void* id, std::size_t bytes, int rank, int ranks, std::chrono::milliseconds limit) {
   require_process(rank, ranks, limit);
   constexpr std::size_t shortest = 16, longest = 128;
   static_assert(longest * 4 / 3 + 4 <= transport::longest_process_name);
-  if (!id) throw Error(Status::invalid_argument, "id: got none");
-  if (bytes < shortest || bytes > longest) {
-    throw Error(Status::invalid_argument, "id: got " + std::to_string(bytes) + " bytes, accepted are " +
-                                              std::to_string(shortest) + " to " + std::to_string(longest));
+  if (!id || bytes < shortest || bytes > longest) {
+    throw Error(Status::invalid_argument, "id: got " + (id ? std::to_string(bytes) + " bytes" : "none") + ", accepted are " +
+                                              std::to_string(shortest) + " to " + std::to_string(longest) + " bytes");
   }
   // The id itself, 6 bits a character: different ids have different names.
   const auto* from = static_cast<const unsigned char*>(id);
@@ -81,7 +81,7 @@ Group Group::process_by_id(const void* id, std::size_t bytes, int rank, int rank
   }
   if (held_bits > 0) name += name_characters[held << (6 - held_bits) & 63];
   if (ranks == 1) return single();
-  return Group(transport::make_process(name, rank, ranks, limit));
+  return Group(transport::make_process(name, rank, ranks, limit, "id"));
 }
 
 std::string Group::place() {

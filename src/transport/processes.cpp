@@ -58,14 +58,12 @@ class Shared {
   }
 
   // Its pages are there afterwards: where /dev/shm is full that is an error here and not a signal at the first store.
-  static Shared make(const std::string& name, std::uint64_t bytes) {
+  // taken: the error where there is one of that name.
+  static Shared make(const std::string& name, std::uint64_t bytes, const std::string& taken = "") {
     Shared made;
     made.file_ = shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
     if (made.file_ < 0) {
-      if (errno == EEXIST) {
-        throw Error(Status::invalid_argument, "name: a group of the name of " + name +
-                                                  " is being set up, or was left half set up; a new one is needed");
-      }
+      if (errno == EEXIST && !taken.empty()) throw Error(Status::invalid_argument, taken);
       system_error("shared memory " + name, errno);
     }
     int failed = 0;
@@ -145,11 +143,16 @@ std::uint64_t rounded_up(std::uint64_t bytes) { return (bytes + 255) / 256 * 256
 
 class Processes final : public Transport {
  public:
-  Processes(const std::string& name, int rank, int ranks, milliseconds limit)
+  Processes(const std::string& name, int rank, int ranks, milliseconds limit, const std::string& argument)
       : Transport(rank, ranks), name_("/moelith-" + name), process_(getpid()) {
     set_timeout(limit);
+    // A name that the caller has not given would tell nothing.
+    const bool named = argument == "name";
+    auto refused = [&](const std::string& why) {
+      return argument + ": got " + (named ? name : "one") + ", which " + why + "; accepted is one that no other group has";
+    };
     if (rank == 0) {
-      *board_memory_ = Shared::make(name_, sizeof(Board));
+      *board_memory_ = Shared::make(name_, sizeof(Board), refused("a group has that is being set up or was left half set up"));
       auto* board = reinterpret_cast<Board*>(board_memory_->memory());
       board->ranks = ranks;
       std::random_device random;
@@ -164,7 +167,8 @@ class Processes final : public Transport {
       while (!there()) {
         if (waiting.time() > limit) {
           throw Error(Status::timed_out, "rank " + std::to_string(rank) + ": waited " + std::to_string(limit.count()) +
-                                             " ms for rank 0 to set up group " + name +
+                                             " ms for rank 0 to set up the group of this " + argument +
+                                             (named ? ", " + name + "," : "") +
                                              " in the shared memory of this host, the only one that it may have");
         }
         std::this_thread::sleep_for(milliseconds(1));
@@ -183,9 +187,8 @@ class Processes final : public Transport {
         for (int r = 0; r < ranks; ++r) {
           // Its rank 0 came to this meeting, but is no more.
           if (r != rank && !is_alive(r)) {
-            throw Error(Status::invalid_argument, "name: got " + name +
-                                                      ", which a group that ended in the midst of its "
-                                                      "set-up has left; accepted is one that no other group has");
+            throw Error(Status::invalid_argument,
+                        refused("a group has left that ended in the midst of its set-up (rank " + std::to_string(r) + " is gone)"));
           }
         }
         if (rank == 0) shm_unlink(name_.c_str());
@@ -459,8 +462,9 @@ class Processes final : public Transport {
 
 }  // namespace
 
-std::shared_ptr<Transport> make_process(const std::string& name, int rank, int ranks, milliseconds limit) {
-  return std::make_shared<Processes>(name, rank, ranks, limit);
+std::shared_ptr<Transport> make_process(const std::string& name, int rank, int ranks, milliseconds limit,
+                                        const std::string& argument) {
+  return std::make_shared<Processes>(name, rank, ranks, limit, argument);
 }
 
 }  // namespace moelith::transport

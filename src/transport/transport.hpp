@@ -178,6 +178,7 @@ std::vector<std::shared_ptr<Transport>> make_threads(int ranks);
 // One rank of several processes of this host; Group::process says what the arguments are, but for the name's length.
 // Collective.
 inline constexpr std::size_t longest_process_name = 192;  // a file's name has 255 characters, of which it takes some
-std::shared_ptr<Transport> make_process(const std::string& name, int rank, int ranks, std::chrono::milliseconds limit);
+std::shared_ptr<Transport> make_process(const std::string& name, int rank, int ranks, std::chrono::milliseconds limit,
+                                        const std::string& argument);
 
 }  // namespace moelith::transport

@@ -18,6 +18,9 @@ void bind_layer(nanobind::module_& module);   // Group, PlanOptions, Plan and th
 // The view of a torch.Tensor, which the caller keeps alive; a scalar is seen as of shape [1]. `name` is for the error
 // of a dtype that the library has not.
 TensorView view_of(nanobind::handle tensor, const std::string& name);
+// The same of a tensor that has no memory, on PyTorch's device meta or a fake one: for checks.
+TensorView facts_of(nanobind::handle tensor, const std::string& name);
+void settle_strides(TensorView& view);  // sets those of a contiguous tensor
 
 enum class Layout { contiguous, rows };  // rows: or two-dimensional with contiguous rows that do not overlap
 

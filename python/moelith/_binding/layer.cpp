@@ -13,6 +13,7 @@
 
 #include "binding.hpp"
 #include "current_gpu.hpp"
+#include "layer/arguments.hpp"
 #include "moelith/group.hpp"
 
 namespace nb = nanobind;
@@ -153,6 +154,22 @@ Inputs inputs_of(const nb::sequence& tensors, const nb::sequence& weights, const
   return inputs;
 }
 
+// Refuses what a forward pass would refuse of tensors, which need no memory.
+void check_inputs(const LayerConfig& config, std::int32_t local_experts, std::int64_t max_tokens,
+                  const nb::sequence& tensors, const nb::sequence& weights, const WeightPlaces& places,
+                  std::int64_t num_sequences) {
+  config.validate();
+  Inputs inputs = struct_of(input_fields, tensors, [](nb::handle tensor, const char* name) {
+    TensorView view = facts_of(tensor, name);
+    settle_strides(view);  // as its copy would lie
+    return view;
+  });
+  inputs.num_sequences = num_sequences;
+  inputs.weights = places.fill<Weights>(
+      weights, [](nb::handle tensor, std::size_t, const std::string& name) { return facts_of(tensor, name); });
+  layer::check_inputs(config, local_experts, max_tokens, inputs);
+}
+
 OutputGradients output_gradients_of(const nb::sequence& tensors, Copies& copies) {
   return struct_of(output_gradient_fields, tensors, [&](nb::handle tensor, const char* name) {
     return copies.view_of(tensor, std::string("gradient of ") + name,
@@ -219,10 +236,10 @@ void bind_layer(nb::module_& module) {
       .def_static("threads", &Group::threads, nb::arg("ranks"))
       .def_static(
           "process",
-          [](const std::string& name, int rank, int ranks, double seconds) {
-            return Group::process(name, rank, ranks, milliseconds_of(seconds));
+          [](const std::string& name, int rank, int ranks, double seconds, const std::string& argument) {
+            return Group::process(name, rank, ranks, milliseconds_of(seconds), argument);
           },
-          nb::arg("name"), nb::arg("rank"), nb::arg("ranks"), nb::arg("seconds"),
+          nb::arg("name"), nb::arg("rank"), nb::arg("ranks"), nb::arg("seconds"), nb::arg("argument") = "name",
           nb::call_guard<nb::gil_scoped_release>())
       .def_static("place", &Group::place)
       .def_static("require_one_place", &Group::require_one_place, nb::arg("places"), nb::arg("what"))
@@ -309,6 +326,8 @@ void bind_layer(nb::module_& module) {
           "DIFFERENTIABLE_INPUTS and of the weights go, bit i of accumulate: added to what is there. None: not "
           "wanted.");
 
+  module.def("check_inputs", &check_inputs, nb::arg("config"), nb::arg("local_experts"), nb::arg("max_tokens"),
+             nb::arg("tensors"), nb::arg("weights"), nb::arg("places"), nb::arg("num_sequences"));
   module.def("update_selection_bias", &update_selection_bias, nb::arg("bias"), nb::arg("counts"), nb::arg("rate"));
 }
 

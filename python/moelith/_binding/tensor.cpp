@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <exception>
@@ -96,10 +97,10 @@ PyObject* exception_type(Status status) {
   }
 }
 
-// By the attributes that a torch.Tensor has. Names the tensor where the library cannot take it.
-TensorView view_by_attributes(nb::handle tensor, const std::string& name) {
+// All but the memory, by the attributes that a torch.Tensor has. Names the tensor where the library cannot take it.
+TensorView facts_by_attributes(nb::handle tensor, const std::string& name) {
   static PyObject* const names[] = {PyUnicode_InternFromString("dtype"), PyUnicode_InternFromString("shape"),
-                                    PyUnicode_InternFromString("stride"), PyUnicode_InternFromString("data_ptr")};
+                                    PyUnicode_InternFromString("stride")};
   TensorView view;
   const nb::object dtype = attribute(tensor, names[0]);
   const auto& dtypes = pytorch().dtypes;
@@ -118,7 +119,13 @@ TensorView view_by_attributes(nb::handle tensor, const std::string& name) {
     view.shape[i] = nb::cast<std::int64_t>(shape[i]);
     view.stride[i] = nb::cast<std::int64_t>(stride[i]);
   }
-  view.data = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(result(tensor, names[3])));
+  return view;
+}
+
+TensorView view_by_attributes(nb::handle tensor, const std::string& name) {
+  static PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");
+  TensorView view = facts_by_attributes(tensor, name);
+  view.data = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(result(tensor, data_ptr)));
   return view;
 }
 
@@ -154,7 +161,23 @@ bool view_by_exchange(nb::handle tensor, TensorView& view) {
   return true;
 }
 
+bool has_layout(const TensorView& view, Layout layout) {
+  if (layout == Layout::rows && view.rank == 2 && view.stride[1] == 1 && view.stride[0] >= view.shape[1]) return true;
+  return view.contiguous();
+}
+
 // Strides of dimensions of one element, or of tensors without any, are whatever they came by.
+TensorView settled(TensorView view) {
+  if (view.rank == 0) {
+    view.rank = 1;
+    view.shape[0] = 1;
+  }
+  if (view.contiguous()) settle_strides(view);
+  return view;
+}
+
+}  // namespace
+
 void settle_strides(TensorView& view) {
   std::int64_t stride = 1;
   for (int i = view.rank; i-- > 0;) {
@@ -163,22 +186,17 @@ void settle_strides(TensorView& view) {
   }
 }
 
-bool has_layout(const TensorView& view, Layout layout) {
-  if (layout == Layout::rows && view.rank == 2 && view.stride[1] == 1 && view.stride[0] >= view.shape[1]) return true;
-  return view.contiguous();
-}
-
-}  // namespace
-
 TensorView view_of(nb::handle tensor, const std::string& name) {
   TensorView view;
   if (!view_by_exchange(tensor, view)) view = view_by_attributes(tensor, name);
-  if (view.rank == 0) {
-    view.rank = 1;
-    view.shape[0] = 1;
-  }
-  if (view.contiguous()) settle_strides(view);
-  return view;
+  return settled(view);
+}
+
+TensorView facts_of(nb::handle tensor, const std::string& name) {
+  alignas(std::max_align_t) static std::byte never_read;
+  TensorView view = facts_by_attributes(tensor, name);
+  view.data = &never_read;
+  return settled(view);
 }
 
 TensorView Copies::view_of(nb::handle tensor, const std::string& name, Layout layout) {

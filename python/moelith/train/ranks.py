@@ -5,8 +5,9 @@ Every rank trains on its share of each step's windows. The loss is the mean over
 over ranks of what each rank's part of that mean gives; the layer brings that sum to an expert from all ranks of its EP
 group, and what is left is the sum over replicas.
 
-On GPUs each process has its own, by LOCAL_RANK, and NCCL does what is not the layer's. Where a host has more processes than
-GPUs they share them in turn, and gloo takes NCCL's place, which refuses two ranks on one GPU: slow, for trying things out.
+On GPUs each process has its own, by LOCAL_RANK among those that it sees, and NCCL does what is not the layer's. Where a
+host has more processes than GPUs they share them in turn, and gloo takes NCCL's place on all ranks, since it refuses two
+ranks on one GPU: slow, for trying things out.
 """
 
 import os
@@ -23,6 +24,14 @@ from .errors import TrainError
 def choose_gpu() -> None:
     """Makes this process's GPU the current one."""
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def backend(store, rank: int, world: int, gpu: str | None) -> str:
+    """What all ranks talk by: NCCL if each has a GPU of its own. gpu: this rank's as every process knows it; None: it has
+    none. Collective by the store, so that all decide alike whatever each of them sees."""
+    store.set(f"gpu of rank {rank}", gpu or "")
+    gpus = {store.get(f"gpu of rank {r}") for r in range(world)}
+    return "nccl" if len(gpus) == world and b"" not in gpus else "gloo"
 
 
 class Ranks:
@@ -51,9 +60,11 @@ class Ranks:
             return ranks
         ranks.rank = int(os.environ["RANK"])
         ranks.ep_size, ranks.ep_rank = ep, ranks.rank % ep
-        nccl = on_gpu and local_world <= torch.cuda.device_count()
-        ranks.captures = nccl
-        dist.init_process_group("nccl" if nccl else "gloo")
+        store, rank, world = next(dist.rendezvous("env://"))
+        gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if on_gpu else None
+        name = backend(store, rank, world, gpu)
+        ranks.captures = name == "nccl"
+        dist.init_process_group(name, store=store, rank=rank, world_size=world)
         # Every process takes part in making every group.
         for first in range(0, ranks.world, ep):
             members = list(range(first, first + ep))
