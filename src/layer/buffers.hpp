@@ -32,6 +32,8 @@ struct Geometry {
   bool pulls_once() const { return sizes.peer_access && !sizes.has_rounds() && config.top_k > 1; }
   // Of those, the rows that pre-activation, activation and their gradients have room for at a time.
   std::int64_t held_rows() const { return sizes.has_rounds() ? sizes.round_rows : rows(); }
+  // Rows that are packed for the copy engine (device cuda): of two rounds at a time.
+  std::int64_t packed_rows() const { return sizes.has_rounds() ? 2 * sizes.round_rows : rows(); }
   std::int64_t received_rows() const { return ranks * max_chunks * sizes.chunk_tokens; }
   std::int64_t dprob_groups(std::int64_t width) const;
 };

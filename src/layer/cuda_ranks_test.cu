@@ -1,6 +1,7 @@
 // Several ranks on one GPU: the bits of one rank, right against the fp64 reference, and an error where a rank does not
 // come.
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <thread>
 
@@ -218,6 +219,71 @@ TEST(CudaRanks, GraphsReplayWithOtherInputs) {
     for (const Problem* p : {&second, &third, &first}) {
       const Results replayed = run_gpu(*p, replaying(captured, options));
       expect_identical(replayed, run_gpu(*p, options), "replayed");
+    }
+  }
+}
+
+// Room for some of the rows that may come: further rounds, with the same bits.
+TEST(CudaRanks, RoundsGiveTheSameBits) {
+  constexpr double all_rows = std::numeric_limits<double>::infinity();
+  const std::vector<std::int64_t> splits[] = {{900, 500}, {300, 0, 600, 500}};
+  for (const std::int32_t experts : {0, 4, 1}) {  // that get the tokens; 0: those of the router
+    LayerConfig config;
+    config.hidden_size = 136, config.intermediate_size = 200, config.num_experts = 8, config.top_k = 2;
+    config.gate_up_bias = config.down_bias = true;
+    config.shared_experts = {{48, true}};
+    config.weight_placement = experts == 1 ? WeightPlacement::before_down : WeightPlacement::after_down;
+    Problem p = random_problem(config, 1400, 3);
+    if (experts > 0) route_to_first(p, experts);
+    RunOptions alone;
+    for (const bool wide : {true, false}) {
+      alone.wide_gradients = wide;
+      alone.preset = wide == (experts == 0) ? 0.5 : alone.preset;
+      const Results one = run_gpu(p, alone);
+      for (const auto& split : splits) {
+        for (const double factor : {0.01, 0.5, 1.0, 1.25, all_rows}) {
+          RunOptions options = on_ranks(split);
+          options.wide_gradients = alone.wide_gradients, options.preset = alone.preset;
+          options.receive_capacity_factor = {factor};
+          options.recompute = factor == 1.0;
+          options.bound = factor == 0.5;
+          expect_identical(run_gpu(p, options), one,
+                           std::to_string(split.size()) + " ranks, factor " + std::to_string(factor) + ", routes to " +
+                               std::to_string(experts) + " experts",
+                           of_each_rank(p));
+          if (::testing::Test::HasFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+// More row blocks than are packed before all tiles, in rounds that are shorter and longer than those.
+TEST(CudaRanks, RoundsOfManyRowBlocks) {
+  LayerConfig config;
+  config.hidden_size = 64, config.intermediate_size = 64, config.num_experts = 256, config.top_k = 4;
+  Problem p = random_problem(config, 2600, 7);
+  const Results one = run_gpu(p);
+  for (const double factor : {0.1, 0.4, 0.9}) {
+    RunOptions options = on_ranks({1500, 1100});
+    options.receive_capacity_factor = {factor, 2.0 * factor};
+    expect_identical(run_gpu(p, options), one, "factor " + std::to_string(factor), of_each_rank(p));
+  }
+}
+
+TEST(CudaRanks, RoundsInGraphs) {
+  LayerConfig config;
+  config.hidden_size = 72, config.intermediate_size = 64, config.num_experts = 8, config.top_k = 2;
+  RunOptions options = on_ranks({500, 400});
+  options.receive_capacity_factor = {0.3};
+  const Problem router = random_problem(config, 900, 11);
+  Problem even = random_problem(config, 900, 12), skewed = even;
+  bring_routes(even, 0.1, 3), route_to_first(skewed, 2);
+  for (const auto& problems : {std::vector<const Problem*>{&router}, std::vector<const Problem*>{&even, &skewed, &even}}) {
+    CapturedRanks captured(2);
+    expect_identical(run_gpu(*problems[0], capturing(captured, options)), run_gpu(*problems[0]), "captured", of_each_rank(*problems[0]));
+    for (const Problem* p : problems) {
+      expect_identical(run_gpu(*p, replaying(captured, options)), run_gpu(*p), "replayed", of_each_rank(*p));
     }
   }
 }

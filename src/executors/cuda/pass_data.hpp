@@ -125,8 +125,8 @@ struct PassData {
   unsigned long long wait_limit_ns = 10'000'000'000ull;
   // Several ranks only.
   const Peers* peers = nullptr;
-  const std::uint8_t* row_rank = nullptr;       // [total_rows] the rank that a routed row came from,
-  const float* row_weight = nullptr;            // [total_rows] and its weight
+  const std::uint8_t* row_rank = nullptr;       // [routed rows] the rank that a routed row came from,
+  const float* row_weight = nullptr;            // [routed rows] and its weight
   // [routes of other ranks' tokens] in the order of ranks, tokens and slots; null: each routed row is read from its rank,
   // not one for all rows of a token.
   const RowOfRoute* row_of_route = nullptr;
@@ -137,15 +137,25 @@ struct PassData {
   std::int32_t trace_room = 0;
   numerics::Activation activation;
   bool weight_after_down = true;  // of the routed experts
-  std::int64_t total_rows = 0;    // rows that the routed groups' tensors have room for (T k)
+  std::int64_t total_rows = 0;    // rows that the routed groups' tensors have room for: T k, or of several ranks fewer,
+                                  // which are then worked through in rounds
+  std::int64_t packed_rows = 0;   // and packed_x and packed_dy: as many, or with rounds twice as many
+  // With rounds, backward: the sums of an expert that goes on in the next round, in two places that rounds take in turns.
+  // Weights': whole tiles, each thread's values as it holds them.
+  struct RoundSums {
+    float* gate_up[2] = {};       // [tiles' rows, tiles' columns]
+    float* gate_up_bias[2] = {};  // [F I]
+    float* down[2] = {};
+    float* down_bias[2] = {};     // [H]
+  } round_sums;
 
   const bfloat16* x = nullptr;  // [T, H] at a row stride (a multiple of 8)
   std::int64_t x_stride = 0;
   const bfloat16* dy = nullptr;  // backward
   std::int64_t dy_stride = 0;
-  bfloat16* packed_x = nullptr;   // [total_rows, H]: the routed rows of x; backward: null when neither gate_up runs
+  bfloat16* packed_x = nullptr;   // [packed_rows, H]: the routed rows of x; backward: null when neither gate_up runs
                                   // again nor its weight gradient is wanted
-  bfloat16* packed_dy = nullptr;  // [total_rows, H], backward
+  bfloat16* packed_dy = nullptr;  // [packed_rows, H], backward
   const std::int32_t* topk_ids = nullptr;  // [T, k], -1: empty
   const float* topk_weights = nullptr;     // [T, k]
   const float* shared_gates = nullptr;     // [T, S], or null: all 1

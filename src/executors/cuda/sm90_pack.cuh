@@ -22,6 +22,12 @@
 // What is there is counted in the high halves of counters whose low halves count tiles: rows in gate_up_done of their
 // block; for x beside gate_up_dgrad in down_dgrad_done, of one rank parts (one for each tile and block of the cluster), of
 // several ranks rows, with as many on top as the block has less than a whole one.
+//
+// Where row buffers do not have room for all rows (schedule/extents.hpp), packed rows have two places, for rounds in turns, and x
+// in backward comes with dY, since gate_up runs again. Beside tiles of a round no rows are packed but that round's and the next
+// one's (packed_limit): the place is that of the round before, whose tiles are done, or a tile of this one would not have begun.
+// What a limit holds back is packed beside the first block of the next round, still before the round that reads it. And each row is
+// read from its rank, not one for all of a token, whose other rows may have no place yet.
 #pragma once
 
 #include "executors/cuda/sm90_ranks.cuh"
@@ -33,7 +39,7 @@ inline constexpr int packed_shift = 32;
 // Whether x is packed beside gate_up_dgrad.
 __device__ inline bool packs_x_later(const PassData& data) {
   const schedule::Sizes& sizes = data.pass.sizes;
-  return sizes.direction == schedule::Direction::backward && !sizes.recompute && sizes.want_dx && data.packed_x;
+  return sizes.direction == schedule::Direction::backward && !sizes.recompute && !sizes.has_rounds() && sizes.want_dx && data.packed_x;
 }
 // How many parts it comes in: one for each tile and block of the cluster.
 __device__ inline std::int64_t pulled_parts(const PassData& data) {
@@ -56,30 +62,51 @@ __device__ inline schedule::RowRange rows_of_block(const schedule::Pass& pass, s
 struct BlockRange {
   std::int64_t begin, end;
 };
+// The round that a row block is in, and where among the packed rows those of a round lie, from where they are counted: every
+// other round in the same place.
+__device__ inline std::int32_t round_of_block(const schedule::Pass& pass, std::int64_t block) {
+  std::int32_t round = 0;
+  if (pass.sizes.has_rounds()) {
+    while (round + 1 < pass.rounds() && pass.layout.round_block[round + 1] <= block) ++round;
+  }
+  return round;
+}
+__device__ inline std::int64_t packed_from(const schedule::Pass& pass, std::int32_t round) {
+  return pass.sizes.has_rounds() ? round % 2 * pass.sizes.round_rows - pass.layout.round_row[round] : 0;
+}
+// The end of what may be packed beside tiles of a round: they have waited for the round before, whose place the next one's
+// rows take.
+__device__ inline std::int64_t packed_limit(const schedule::Pass& pass, std::int32_t round) {
+  if (!pass.sizes.has_rounds()) return pass.routed_blocks();
+  return pass.layout.round_block[schedule::min_of(std::int64_t(round) + 2, std::int64_t(pass.rounds()))];
+}
 // Those packed before any tile of a routed expert.
 __device__ inline BlockRange packed_first(const schedule::Pass& pass) {
-  return {0, schedule::min_of(std::int64_t(first_packed_blocks), pass.routed_blocks())};
+  return {0, schedule::min_of(std::int64_t(first_packed_blocks), packed_limit(pass, 0))};
 }
 // Those packed beside the tiles of routed block `block`: of the first blocks two for each, until the lead is a group. A
 // block is packed beside one of an earlier raster, all of whose tiles come before it: the first are a raster or more.
 __device__ inline BlockRange packed_beside(const schedule::Pass& pass, std::int64_t block) {
   const std::int64_t first = first_packed_blocks, lead = schedule::max_of(first, std::int64_t(pass.sizes.tile.group_blocks));
-  auto before = [&](std::int64_t b) {
-    return schedule::min_of(schedule::min_of(first + 2 * b, lead + b), pass.routed_blocks());
+  const std::int32_t round = round_of_block(pass, block);
+  auto before = [&](std::int64_t b, std::int32_t r) {
+    return schedule::min_of(schedule::min_of(first + 2 * b, lead + b), packed_limit(pass, r));
   };
-  return {before(block), before(block + 1)};
+  // Beside a round's first block also what its limit held back.
+  const bool begins = pass.sizes.has_rounds() && round > 0 && block == pass.layout.round_block[round];
+  return {before(block, begins ? round - 1 : round), before(block + 1, round)};
 }
 // The stage that reads x (dY) first, and how many tiles of it a row block of an expert slot has.
-__device__ inline Stage first_reader(const schedule::Sizes& sizes) {
-  return sizes.direction == schedule::Direction::forward || sizes.recompute ? Stage::gate_up : Stage::down_dgrad;
+__device__ inline Stage first_reader(const schedule::Sizes& sizes, std::int32_t round) {
+  return sizes.makes_pre_activation(round) ? Stage::gate_up : Stage::down_dgrad;
 }
-__device__ inline std::int64_t first_reader_tiles(const schedule::Sizes& sizes, std::int32_t slot) {
-  return first_reader(sizes) == Stage::gate_up ? sizes.gate_up_tiles(slot) : sizes.down_dgrad_tiles(slot);
+__device__ inline std::int64_t first_reader_tiles(const schedule::Sizes& sizes, std::int32_t slot, std::int32_t round) {
+  return first_reader(sizes, round) == Stage::gate_up ? sizes.gate_up_tiles(slot) : sizes.down_dgrad_tiles(slot);
 }
 // Of the shared experts before slot `slot`, and of all of them.
 __device__ inline std::int64_t shared_readers_before(const schedule::Pass& pass, std::int32_t slot) {
   std::int64_t tiles = 0;
-  for (std::int32_t s = pass.sizes.local_experts; s < slot; ++s) tiles += first_reader_tiles(pass.sizes, s);
+  for (std::int32_t s = pass.sizes.local_experts; s < slot; ++s) tiles += first_reader_tiles(pass.sizes, s, 0);
   return tiles * schedule::ceil_div(*pass.layout.valid_tokens, pass.sizes.tile.row_block);
 }
 __device__ inline std::int64_t shared_readers(const schedule::Pass& pass) {
@@ -187,7 +214,7 @@ __device__ __forceinline__ void pack_first_rows(const PassData& data, const Peer
         const TokenOfRow<Ranks> from = mine.of_lane(n);
         const RowsOfToken all(data, peers, from);
         copy_row(from, [&](auto&& to) {
-          if (!all.known()) return to(first + n * units);
+          if (!all.known()) return to(first + n * units + packed_from(pass, round_of_block(pass, unit / units)));
           all.for_each(data, [&](int row, int) { to(row); });
         });
       }
@@ -277,6 +304,7 @@ class Packer {
     const int first = row + static_cast<int>(cluster_rank()), last = row + rows;
     if constexpr (Ranks) {
       block_ = block;
+      from_ = static_cast<int>(packed_from(data.pass, round_of_block(data.pass, block)));
       if (first < last) copy(x, dy, first, last);
     } else {
       for (int begin = first; begin < last; begin += 32 * cluster_blocks) copy(x, dy, begin, last);
@@ -329,7 +357,7 @@ class Packer {
       const bool there = lane_ < at_once && piece < all, of_x = x && inside < pieces;
       const int n = Ranks ? lane_of(lanes, r) : r;
       const TokenOfRow<Ranks> from = own.of_lane(n & 31);
-      const std::int64_t to = first + n * cluster_blocks;
+      const std::int64_t to = first + n * cluster_blocks + (Ranks ? from_ : 0);
       const int column = (of_x || !x ? inside : inside - pieces) * elements;
       const std::uint32_t bytes = there ? 2 * min(elements, hidden - column) : 0, sum = __reduce_add_sync(~0u, bytes);
       if (lane_ == 0) barrier_arrive_expect(full, sum);
@@ -360,7 +388,7 @@ class Packer {
   std::uint32_t parity_ = 0;
   int counter_ = 0, amount_ = 0;  // not told yet
   // Of several ranks, in the place of counter_: the rows' block, and this lane's rows, of which some may be in others.
-  int block_ = 0;
+  int block_ = 0, from_ = 0;  // from_: packed_from of its round
   RowsOfToken rows_;
 };
 

@@ -100,7 +100,7 @@ __device__ __forceinline__ float& dprob_of_row(const Work& work, const ExpertGro
   if constexpr (Ranks) return static_cast<float*>(work.row_place[row])[group];
   return tensors.dprob[std::int64_t(work.row_index[row]) * tensors.dprob_groups + group];
 }
-// dY of row `row` of the tile's group, counted over all of the group: of routed experts the packed copy, which lies near its
+// dY of row `row` of the tile's group, counted as packed_begin is: of routed experts the packed copy, which lies near its
 // neighbours and is in the second-level cache, of a shared one the token's own.
 __device__ __forceinline__ const bfloat16* dy_of_row(const PassData& data, const Work& work, std::int64_t row) {
   if (work.group == 0) return data.packed_dy + row * data.pass.sizes.hidden_size;
