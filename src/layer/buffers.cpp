@@ -39,7 +39,7 @@ SavedBuffer SavedBuffer::of(const Geometry& g, bool keep) {
   saved.row_route = places.add(4 * g.rows());
   saved.row_weight = places.add(accumulator * g.rows());
   saved.row_rank = places.add_if(g.sizes.peer_access, g.rows());
-  saved.row_of_route = places.add_if(g.pulls_once(), 8 * g.routes_of_others());
+  saved.first_row = places.add_if(g.copies_rows_here(), 8 * g.tokens_of_others());
   saved.topk_ids = places.add(4 * g.routes());
   saved.topk_weights = places.add(accumulator * g.routes());
   saved.chosen_ids = places.add_if(g.config.router.capacity_factor > 0, 4 * g.routes());

@@ -311,10 +311,7 @@ class CudaLayer final : public DeviceLayer {
     job.zero[0] = {data.counters.local, map.local_size};
     // Of several ranks passes leave them at zero.
     if (!ranks_) job.zero[1] = {data.counters.arrivals, map.arrivals_size};
-    if (kept.row_of_route != absent) {
-      static_assert(sizeof(executors::cuda::RowOfRoute) == sizeof(unsigned long long));
-      job.zero[1] = {at<unsigned long long>(tables, kept.row_of_route), geometry.routes_of_others()};
-    }
+    if (kept.first_row != absent) job.zero[1] = {at<unsigned long long>(tables, kept.first_row), geometry.tokens_of_others()};
     job.zero[2] = {data.counters.control, PassCounters::control_counters};
     if (keep) {
       job.zero[3] = {at<unsigned long long>(saved, extras.local_counters), map.local_size};

@@ -5,6 +5,7 @@
 #include <numeric>
 #include <thread>
 
+#include "executors/cuda/pass_data.hpp"
 #include "tests/layer_fixture_gpu.cuh"
 
 namespace moelith {
@@ -123,7 +124,26 @@ void choose_ranks(Problem& p, const std::vector<std::int64_t>& split, bool on_on
   }
 }
 
-// Tokens that cross to a rank once for all their rows there: few row blocks, and more than are copied before all tiles.
+TEST(CudaRanks, TheFirstRowIsTheLargestWord) {
+  using executors::cuda::FirstRow;
+  const std::int64_t last_row = 0x7ffffffe, last_block = (1 << 24) + 1023;  // below 2^31 rows, in blocks of 128 and up to 1024 rests
+  unsigned long long before = ~0ull;
+  for (const std::int64_t row : {std::int64_t(0), std::int64_t(1), std::int64_t(127), std::int64_t(1) << 30, last_row}) {
+    for (const std::int64_t block : {last_block, std::int64_t(0)}) {
+      for (const std::int64_t rows : {1, 100, 128}) {
+        const FirstRow first(FirstRow(row, block, rows).word);
+        EXPECT_EQ(first.row(), row);
+        EXPECT_EQ(first.block(), block);
+        EXPECT_EQ(first.block_rows(), rows);
+        EXPECT_GT(first.word, 0ull);
+        EXPECT_LT(first.word >> 32, before >> 32);
+      }
+    }
+    before = FirstRow(row, 0, 1).word;
+  }
+}
+
+// Rows that are copied from others of their token: few row blocks, and more than are copied before all tiles.
 TEST(CudaRanks, SeveralExpertsOfATokenOnARank) {
   for (const std::int32_t experts : {16, 1024}) {
     LayerConfig config;

@@ -92,6 +92,8 @@ struct PassError {
 // Where the rows of all ranks are, as one of them addresses them; in device memory. The last lines change with each pass.
 struct Peers {
   static constexpr int most = limits::device_ranks;
+  // In the place of a rank: the routed rows that are packed here already, each by its own number (in the kernel's copy).
+  static constexpr int packed = most;
   bfloat16* slots[most];                // [T k, H] of that rank's routes
   float* dprob[most];                   // [T k, dprob_groups]
   unsigned long long* arrivals[most];   // [CounterMap::arrivals_size]
@@ -99,14 +101,22 @@ struct Peers {
   struct Rows {
     const bfloat16* data;
     std::int64_t stride;
-  } x[most], dy[most];
-  std::int64_t first_route[most];       // of RowOfRoute's, the first of that rank's routes; this rank has none
+  } x[most + 1], dy[most + 1];
+  std::int64_t first_token[most];  // of that rank, in PassData::first_row; this rank has none
 };
 
-// Where a route of another rank's token went, if to a local expert.
-struct RowOfRoute {
-  std::int32_t row_and_1;  // the routed row, counted from 1; 0: to no local expert
-  std::int32_t row_block;  // of the row, counted over all routed experts
+// The first routed row here of another rank's token, as a word of which the largest is that of the first row; 0: none.
+struct FirstRow {
+  unsigned long long word;
+  static constexpr int rows_bits = 7;  // of a row block: 1 to 128
+
+  explicit MOELITH_HD FirstRow(unsigned long long word) : word(word) {}
+  // block: counted over all routed experts; block_rows: rows of it.
+  MOELITH_HD FirstRow(std::int64_t row, std::int64_t block, std::int64_t block_rows)
+      : word(static_cast<unsigned long long>(0x7fffffff - row) << 32 | static_cast<unsigned long long>(block << rows_bits | (block_rows - 1))) {}
+  MOELITH_HD int row() const { return 0x7fffffff - static_cast<int>(word >> 32); }
+  MOELITH_HD unsigned block() const { return static_cast<unsigned>(word) >> rows_bits; }
+  MOELITH_HD unsigned block_rows() const { return (static_cast<unsigned>(word) & ((1u << rows_bits) - 1)) + 1; }
 };
 
 // What one computing warpgroup did with one tile.
@@ -127,9 +137,7 @@ struct PassData {
   const Peers* peers = nullptr;
   const std::uint8_t* row_rank = nullptr;       // [routed rows] the rank that a routed row came from,
   const float* row_weight = nullptr;            // [routed rows] and its weight
-  // [routes of other ranks' tokens] in the order of ranks, tokens and slots; null: each routed row is read from its rank,
-  // not one for all rows of a token.
-  const RowOfRoute* row_of_route = nullptr;
+  const unsigned long long* first_row = nullptr;  // FirstRow of the tokens of other ranks, rank by rank; null: not known
   const unsigned long long* last_pass = nullptr;  // [1] the number of this pass
   const unsigned long long* stopped = nullptr;  // [1] not 0: the exchange before this pass gave up
   std::int32_t* stop = nullptr;                 // [1] host-visible: not 0 once the group has failed

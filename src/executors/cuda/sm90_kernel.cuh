@@ -211,6 +211,9 @@ __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ P
   copy(shared.map_copy, p.counter_map);
   if constexpr (Ranks) copy(shared.peers_copy, *p.data.peers);
   cluster_sync();
+  if constexpr (Ranks) {
+    if (thread == 0) place_packed_rows(p.data, *reinterpret_cast<Peers*>(shared.peers_copy));
+  }
   if constexpr (Pass == Direction::forward && !Ranks) {
     if (p.beside_previous) rehearse<Pass, N>(shared, p.data.pass.layout, thread);
   }

@@ -135,7 +135,7 @@ __device__ __noinline__ void describe(const PassData& data, const schedule::Coun
                                           schedule::block_index(data.pass, tile.expert, tile.row_block));
     d.awaited_count = 1, d.high_target = d.rows;
   } else if (tile.stage == Stage::gate_up_wgrad && packs_x_later(data)) {
-    d.high_target = packed_later<Ranks>(sizes);
+    d.high_target = packed_later(sizes);
   }
   const bool later = !shared && tile.stage == Stage::gate_up_dgrad && packs_x_later(data);
   if (later || tile.stage == first_reader(sizes, tile.round)) {
@@ -389,8 +389,7 @@ __device__ __forceinline__ void hand_on_tiles(SharedMemory<N>& shared, int lane)
     __syncwarp();
     step += k_steps;
     position.next();
-    const int missing = Ranks && stage == Stage::gate_up_dgrad && column == 0 ? rows_per_tile - rows : 0;
-    if (pack_block >= 0) packer.pack_blocks(stage, pack_row, pack_rows, pack_block, work.pack_first, missing);
+    if (pack_block >= 0) packer.pack_blocks(stage, pack_row, pack_rows, pack_block, work.pack_first);
   }
   // Counters are clean again once every block has stopped using them.
   const schedule::CounterMap& map = shared.map();
