@@ -245,7 +245,7 @@ TEST(CudaRanks, GraphsReplayWithOtherInputs) {
 
 // Room for some of the rows that may come: further rounds, with the same bits.
 TEST(CudaRanks, RoundsGiveTheSameBits) {
-  constexpr double all_rows = std::numeric_limits<double>::infinity();
+  constexpr double all_rows = std::numeric_limits<double>::infinity(), nan = std::numeric_limits<double>::quiet_NaN();
   const std::vector<std::int64_t> splits[] = {{900, 500}, {300, 0, 600, 500}};
   for (const std::int32_t experts : {0, 4, 1}) {  // that get the tokens; 0: those of the router
     LayerConfig config;
@@ -256,9 +256,8 @@ TEST(CudaRanks, RoundsGiveTheSameBits) {
     Problem p = random_problem(config, 1400, 3);
     if (experts > 0) route_to_first(p, experts);
     RunOptions alone;
-    for (const bool wide : {true, false}) {
-      alone.wide_gradients = wide;
-      alone.preset = wide == (experts == 0) ? 0.5 : alone.preset;
+    for (const auto& [wide, preset] : {std::pair{true, nan}, {true, 0.5}, {false, nan}}) {
+      alone.wide_gradients = wide, alone.preset = preset;
       const Results one = run_gpu(p, alone);
       for (const auto& split : splits) {
         for (const double factor : {0.01, 0.5, 1.0, 1.25, all_rows}) {
