@@ -255,7 +255,7 @@ TEST(CudaRanks, RoundsGiveTheSameBits) {
     config.weight_placement = experts == 1 ? WeightPlacement::before_down : WeightPlacement::after_down;
     Problem p = random_problem(config, 1400, 3);
     if (experts > 0) route_to_first(p, experts);
-    RunOptions alone;
+    RunOptions alone = on_gpu();
     for (const auto& [wide, preset] : {std::pair{true, nan}, {true, 0.5}, {false, nan}}) {
       alone.wide_gradients = wide, alone.preset = preset;
       const Results one = run_gpu(p, alone);
