@@ -208,6 +208,16 @@ inline void bring_routes(Problem& p, double empty, std::uint64_t seed) {
   }
 }
 
+// Every token to `top_k` of the experts [0, experts), or to expert 0 with every slot that it may take.
+inline void route_to_first(Problem& p, std::int32_t experts) {
+  bring_routes(p, 0.0, 5);
+  for (std::int64_t t = 0; t < p.inputs.tokens; ++t) {
+    for (std::int32_t j = 0; j < p.config.top_k; ++j) {
+      p.inputs.topk_ids[t * p.config.top_k + j] = j < experts ? (t + j) % experts : -1;
+    }
+  }
+}
+
 // The logits of router and gates as values that bfloat16 has, for RunOptions::narrow_logits.
 inline void round_logits(Problem& p) {
   for (auto* values : {&p.inputs.router_logits, &p.inputs.shared_gate_logits}) {

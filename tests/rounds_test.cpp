@@ -30,16 +30,6 @@ LayerConfig small_config(DataType dtype) {
   return c;
 }
 
-// Every token to `top_k` of the experts [0, experts), or to expert 0 with every slot that it may take.
-void route_to_first(Problem& p, std::int32_t experts) {
-  bring_routes(p, 0.0, 5);
-  for (std::int64_t t = 0; t < p.inputs.tokens; ++t) {
-    for (std::int32_t j = 0; j < p.config.top_k; ++j) {
-      p.inputs.topk_ids[t * p.config.top_k + j] = j < experts ? (t + j) % experts : -1;
-    }
-  }
-}
-
 // What backward did: tiles of gate_up of routed experts where nothing is recomputed belong to rounds after the first.
 struct Rounds {
   std::atomic<int> later_tiles{0};
@@ -292,25 +282,6 @@ TEST(Rounds, WrongFactorsAreNamed) {
     EXPECT_NE(outcome.text.find("receive_capacity_factor: got "), std::string::npos) << outcome.text;
     EXPECT_NE(outcome.text.find("accepted is 0 (chosen by the plan)"), std::string::npos) << outcome.text;
   }
-  // Ranks on GPUs take all rows in one round.
-  auto groups = Group::threads(2);
-  std::vector<Outcome> outcomes(2);
-  std::vector<std::thread> threads;
-  for (int r = 0; r < 2; ++r) {
-    threads.emplace_back([&, r] {
-      PlanOptions options;
-      options.device = DeviceKind::cuda;
-      options.group = groups[r];
-      options.receive_capacity_factor = 1.5;
-      outcomes[r] = outcome_of([&] { Plan::create(c, options); });
-    });
-  }
-  for (auto& thread : threads) thread.join();
-  for (const Outcome& outcome : outcomes) {
-    EXPECT_NE(outcome.text.find("receive_capacity_factor: got 1.5, accepted on a GPU is 0 or infinity"), std::string::npos)
-        << outcome.text;
-  }
-  EXPECT_TRUE(outcomes[0].status == Status::unsupported || outcomes[1].status == Status::unsupported);
 }
 
 TEST(Rounds, ASavedBufferOfAnotherRoomIsRefused) {

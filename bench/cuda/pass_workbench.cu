@@ -206,7 +206,7 @@ class Bench {
     }
     base_.activation = numerics::Activation(ActivationConfig{c.kind});
     base_.weight_after_down = c.after_down;
-    base_.total_rows = routes;
+    base_.total_rows = base_.packed_rows = routes;
     base_.x = x_, base_.x_stride = c.hidden, base_.dy = dy_, base_.dy_stride = c.hidden;
     base_.topk_ids = ids_, base_.topk_weights = weights_, base_.shared_gates = gates_;
     base_.out_stride = c.hidden;

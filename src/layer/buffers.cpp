@@ -39,7 +39,7 @@ SavedBuffer SavedBuffer::of(const Geometry& g, bool keep) {
   saved.row_route = places.add(4 * g.rows());
   saved.row_weight = places.add(accumulator * g.rows());
   saved.row_rank = places.add_if(g.sizes.peer_access, g.rows());
-  saved.row_of_route = places.add_if(g.pulls_once(), 8 * g.routes_of_others());
+  saved.first_row = places.add_if(g.copies_rows_here(), 8 * g.tokens_of_others());
   saved.topk_ids = places.add(4 * g.routes());
   saved.topk_weights = places.add(accumulator * g.routes());
   saved.chosen_ids = places.add_if(g.config.router.capacity_factor > 0, 4 * g.routes());
@@ -103,9 +103,15 @@ BackwardWorkspace BackwardWorkspace::of(const Geometry& g, std::uint64_t router_
   for (Sums& sums : workspace.sums) {
     const bool rounds = g.sizes.has_rounds();
     const std::int64_t hidden = g.config.hidden_size;
-    sums.gate_up = places.add_if(rounds, accumulator * pre_width * hidden);
+    // On a GPU whole tiles.
+    auto product = [&](std::int64_t m, std::int64_t n) {
+      if (!g.sizes.peer_access) return accumulator * m * n;
+      const auto& tile = g.sizes.tile;
+      return accumulator * (schedule::ceil_div(m, tile.wgrad_rows) * tile.wgrad_rows) * (schedule::ceil_div(n, tile.wgrad_columns) * tile.wgrad_columns);
+    };
+    sums.gate_up = places.add_if(rounds, product(pre_width, hidden));
     sums.gate_up_bias = places.add_if(rounds && g.config.gate_up_bias, accumulator * pre_width);
-    sums.down = places.add_if(rounds, accumulator * hidden * width);
+    sums.down = places.add_if(rounds, product(hidden, width));
     sums.down_bias = places.add_if(rounds && g.config.down_bias, accumulator * hidden);
   }
   workspace.route_rows = places.add_if(g.ranks == 1, element * g.routes() * g.config.hidden_size);

@@ -27,11 +27,13 @@ struct Geometry {
 
   std::int64_t routes() const { return tokens * config.top_k; }               // slots of this rank's tokens
   std::int64_t rows() const { return global_tokens * config.top_k; }          // routed rows that may come here, at most
-  std::int64_t routes_of_others() const { return rows() - routes(); }         // at most
-  // Whether a token of another rank crosses the link once for all its rows here: there is room for all of them.
-  bool pulls_once() const { return sizes.peer_access && !sizes.has_rounds() && config.top_k > 1; }
+  std::int64_t tokens_of_others() const { return global_tokens - tokens; }    // at most
+  // Whether a row of another rank's token is copied from one that is here already: there is room for all of them at once.
+  bool copies_rows_here() const { return sizes.peer_access && !sizes.has_rounds() && config.top_k > 1; }
   // Of those, the rows that pre-activation, activation and their gradients have room for at a time.
   std::int64_t held_rows() const { return sizes.has_rounds() ? sizes.round_rows : rows(); }
+  // Rows that are packed for the copy engine (device cuda): of two rounds at a time.
+  std::int64_t packed_rows() const { return sizes.has_rounds() ? 2 * sizes.round_rows : rows(); }
   std::int64_t received_rows() const { return ranks * max_chunks * sizes.chunk_tokens; }
   std::int64_t dprob_groups(std::int64_t width) const;
 };
@@ -49,8 +51,8 @@ struct SavedBuffer {
   std::uint64_t stamp;
   std::uint64_t layout_header, row_route, row_weight;   // int64 [header_length], int32 [rows], T [rows]
   std::uint64_t row_rank;                               // uint8 [rows]: the rank of each, with peer access
-  std::uint64_t row_of_route;                           // 8 bytes for each route of other ranks' tokens, with peer access
-                                                        // where their rows come once for all of them; otherwise absent
+  std::uint64_t first_row;                              // 8 bytes for each token of other ranks, with peer access where
+                                                        // rows are copied here from each other; otherwise absent
   std::uint64_t topk_ids, topk_weights, chosen_ids;     // int32 [T, k], T [T, k], int32 [T, k]
   std::uint64_t counts;                                 // int64 [E + 1]: routes before capacity, and valid tokens, as the
                                                         // aux loss counts them (of all ranks for the global one)

@@ -311,10 +311,7 @@ class CudaLayer final : public DeviceLayer {
     job.zero[0] = {data.counters.local, map.local_size};
     // Of several ranks passes leave them at zero.
     if (!ranks_) job.zero[1] = {data.counters.arrivals, map.arrivals_size};
-    if (kept.row_of_route != absent) {
-      static_assert(sizeof(executors::cuda::RowOfRoute) == sizeof(unsigned long long));
-      job.zero[1] = {at<unsigned long long>(tables, kept.row_of_route), geometry.routes_of_others()};
-    }
+    if (kept.first_row != absent) job.zero[1] = {at<unsigned long long>(tables, kept.first_row), geometry.tokens_of_others()};
     job.zero[2] = {data.counters.control, PassCounters::control_counters};
     if (keep) {
       job.zero[3] = {at<unsigned long long>(saved, extras.local_counters), map.local_size};
@@ -366,7 +363,7 @@ class CudaLayer final : public DeviceLayer {
       data.d_shared_gates = gates ? d_gates : nullptr;
       place_backward(data, geometry, gradients, saved, kept, workspace, scratch);
       const auto& sizes = data.pass.sizes;
-      if (sizes.recompute || sizes.want_gate_up_wgrad) data.packed_x = at<bfloat16>(workspace, place->backward_packed_x);
+      if (sizes.recompute || sizes.has_rounds() || sizes.want_gate_up_wgrad) data.packed_x = at<bfloat16>(workspace, place->backward_packed_x);
       data.packed_dy = at<bfloat16>(workspace, place->backward_packed_dy);
       data.tiles = at<std::byte>(workspace, place->backward_tiles);
       if (ranks_) {
@@ -448,7 +445,7 @@ class CudaLayer final : public DeviceLayer {
     made->forward = ForwardWorkspace::of(geometry, scratch_bytes(tokens));
     made->backward = BackwardWorkspace::of(geometry, scratch_bytes(tokens));
     made->counters = schedule::CounterMap::of(geometry.sizes);
-    const std::uint64_t packed = (2 * std::uint64_t(geometry.rows()) * geometry.config.hidden_size + 255) / 256 * 256;
+    const std::uint64_t packed = (2 * std::uint64_t(geometry.packed_rows()) * geometry.config.hidden_size + 255) / 256 * 256;
     made->forward_packed_x = (made->forward.size + 255) / 256 * 256;
     made->backward_packed_x = (made->backward.size + 255) / 256 * 256;
     made->backward_packed_dy = made->backward_packed_x + packed;
@@ -519,11 +516,12 @@ class CudaLayer final : public DeviceLayer {
     data.pass.sizes = geometry.sizes;
     data.pass.sizes.direction = direction;
     data.pass.layout = schedule::Layout::at(at<std::int64_t>(tables, kept.layout_header), at<std::int32_t>(tables, kept.row_route), geometry.ranks,
-                                            geometry.local_experts);
+                                            geometry.local_experts, geometry.sizes.max_rounds);
     data.error = error_;
     data.activation = numerics::Activation(config_.activation);
     data.weight_after_down = config_.weight_placement == WeightPlacement::after_down;
-    data.total_rows = geometry.rows();
+    data.total_rows = geometry.held_rows();
+    data.packed_rows = geometry.packed_rows();
     data.x = data_of<bfloat16>(inputs.x);
     data.x_stride = inputs.x.stride[0];
     data.topk_ids = at<std::int32_t>(tables, kept.topk_ids);
@@ -581,6 +579,13 @@ class CudaLayer final : public DeviceLayer {
     routed.d_pre_activation = at<bfloat16>(workspace, scratch.d_pre_activation);
     routed.slots = at<bfloat16>(workspace, scratch.route_rows);
     routed.dprob = at<float>(workspace, scratch.route_dprob);
+    for (int place = 0; place < 2; ++place) {
+      const BackwardWorkspace::Sums& sums = scratch.sums[place];
+      data.round_sums.gate_up[place] = at<float>(workspace, sums.gate_up);
+      data.round_sums.gate_up_bias[place] = at<float>(workspace, sums.gate_up_bias);
+      data.round_sums.down[place] = at<float>(workspace, sums.down);
+      data.round_sums.down_bias[place] = at<float>(workspace, sums.down_bias);
+    }
     set(routed, gradients.weights);
     const auto& bound = gradients.weights.bound;
     const DeviceExperts& apart = DeviceExperts::of(bound);

@@ -14,7 +14,6 @@ using executors::cuda::ExchangeJob;
 using executors::cuda::PassData;
 using executors::cuda::PassError;
 using executors::cuda::Peers;
-using executors::cuda::RowOfRoute;
 using numerics::bfloat16;
 
 namespace {
@@ -146,7 +145,7 @@ void CudaRanks::complete(PassData& data, void* tables, const SavedBuffer& kept) 
   data.peers = job_.peers;
   data.row_rank = reinterpret_cast<std::uint8_t*>(base + kept.row_rank);
   data.row_weight = reinterpret_cast<float*>(base + kept.row_weight);
-  if (kept.row_of_route != absent) data.row_of_route = reinterpret_cast<RowOfRoute*>(base + kept.row_of_route);
+  if (kept.first_row != absent) data.first_row = reinterpret_cast<unsigned long long*>(base + kept.first_row);
   data.last_pass = tables_.last_pass;
   data.stopped = tables_.stopped;
   data.stop = job_.stop;
@@ -166,7 +165,7 @@ ExchangeJob CudaRanks::exchange(const PassData& data, bool saves) const {
   job.wait_limit_ns = data.wait_limit_ns;
   job.row_rank = const_cast<std::uint8_t*>(data.row_rank);  // forward's exchange writes what passes only read
   job.row_weight = const_cast<float*>(data.row_weight);
-  job.row_of_route = const_cast<RowOfRoute*>(data.row_of_route);
+  job.first_row = const_cast<unsigned long long*>(data.first_row);
   return job;
 }
 

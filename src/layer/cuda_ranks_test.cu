@@ -1,9 +1,11 @@
 // Several ranks on one GPU: the bits of one rank, right against the fp64 reference, and an error where a rank does not
 // come.
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <thread>
 
+#include "executors/cuda/pass_data.hpp"
 #include "tests/layer_fixture_gpu.cuh"
 
 namespace moelith {
@@ -122,7 +124,26 @@ void choose_ranks(Problem& p, const std::vector<std::int64_t>& split, bool on_on
   }
 }
 
-// Tokens that cross to a rank once for all their rows there: few row blocks, and more than are copied before all tiles.
+TEST(CudaRanks, TheFirstRowIsTheLargestWord) {
+  using executors::cuda::FirstRow;
+  const std::int64_t last_row = 0x7ffffffe, last_block = (1 << 24) + 1023;  // below 2^31 rows, in blocks of 128 and up to 1024 rests
+  unsigned long long before = ~0ull;
+  for (const std::int64_t row : {std::int64_t(0), std::int64_t(1), std::int64_t(127), std::int64_t(1) << 30, last_row}) {
+    for (const std::int64_t block : {last_block, std::int64_t(0)}) {
+      for (const std::int64_t rows : {1, 100, 128}) {
+        const FirstRow first(FirstRow(row, block, rows).word);
+        EXPECT_EQ(first.row(), row);
+        EXPECT_EQ(first.block(), block);
+        EXPECT_EQ(first.block_rows(), rows);
+        EXPECT_GT(first.word, 0ull);
+        EXPECT_LT(first.word >> 32, before >> 32);
+      }
+    }
+    before = FirstRow(row, 0, 1).word;
+  }
+}
+
+// Rows that are copied from others of their token: few row blocks, and more than are copied before all tiles.
 TEST(CudaRanks, SeveralExpertsOfATokenOnARank) {
   for (const std::int32_t experts : {16, 1024}) {
     LayerConfig config;
@@ -218,6 +239,69 @@ TEST(CudaRanks, GraphsReplayWithOtherInputs) {
     for (const Problem* p : {&second, &third, &first}) {
       const Results replayed = run_gpu(*p, replaying(captured, options));
       expect_identical(replayed, run_gpu(*p, options), "replayed");
+    }
+  }
+}
+
+// Room for some of the rows that may come: further rounds, with the same bits.
+TEST(CudaRanks, RoundsGiveTheSameBits) {
+  constexpr double all_rows = std::numeric_limits<double>::infinity(), nan = std::numeric_limits<double>::quiet_NaN();
+  const std::vector<std::int64_t> splits[] = {{900, 500}, {300, 0, 600, 500}};
+  for (const std::int32_t experts : {0, 4, 1}) {  // that get the tokens; 0: those of the router
+    LayerConfig config;
+    config.hidden_size = 136, config.intermediate_size = 200, config.num_experts = 8, config.top_k = 2;
+    config.gate_up_bias = config.down_bias = true;
+    config.shared_experts = {{48, true}};
+    config.weight_placement = experts == 1 ? WeightPlacement::before_down : WeightPlacement::after_down;
+    Problem p = random_problem(config, 1400, 3);
+    if (experts > 0) route_to_first(p, experts);
+    RunOptions alone = on_gpu();
+    for (const auto& [wide, preset] : {std::pair{true, nan}, {true, 0.5}, {false, nan}}) {
+      alone.wide_gradients = wide, alone.preset = preset;
+      const Results one = run_gpu(p, alone);
+      for (const auto& split : splits) {
+        for (const double factor : {0.01, 0.5, 1.0, 1.25, all_rows}) {
+          RunOptions options = on_ranks(split);
+          options.wide_gradients = alone.wide_gradients, options.preset = alone.preset;
+          options.receive_capacity_factor = {factor};
+          options.recompute = factor == 1.0;
+          options.bound = factor == 0.5;
+          expect_identical(run_gpu(p, options), one,
+                           std::to_string(split.size()) + " ranks, factor " + std::to_string(factor) + ", routes to " +
+                               std::to_string(experts) + " experts",
+                           of_each_rank(p));
+        }
+      }
+    }
+  }
+}
+
+// More row blocks than are packed before all tiles, in rounds that are shorter and longer than those.
+TEST(CudaRanks, RoundsOfManyRowBlocks) {
+  LayerConfig config;
+  config.hidden_size = 64, config.intermediate_size = 64, config.num_experts = 256, config.top_k = 4;
+  Problem p = random_problem(config, 2600, 7);
+  const Results one = run_gpu(p);
+  for (const double factor : {0.1, 0.4, 0.9}) {
+    RunOptions options = on_ranks({1500, 1100});
+    options.receive_capacity_factor = {factor, 2.0 * factor};
+    expect_identical(run_gpu(p, options), one, "factor " + std::to_string(factor), of_each_rank(p));
+  }
+}
+
+TEST(CudaRanks, RoundsInGraphs) {
+  LayerConfig config;
+  config.hidden_size = 72, config.intermediate_size = 64, config.num_experts = 8, config.top_k = 2;
+  RunOptions options = on_ranks({500, 400});
+  options.receive_capacity_factor = {0.3};
+  const Problem router = random_problem(config, 900, 11);
+  Problem even = random_problem(config, 900, 12), skewed = even;
+  bring_routes(even, 0.1, 3), route_to_first(skewed, 2);
+  for (const auto& problems : {std::vector<const Problem*>{&router}, std::vector<const Problem*>{&even, &skewed, &even}}) {
+    CapturedRanks captured(2);
+    expect_identical(run_gpu(*problems[0], capturing(captured, options)), run_gpu(*problems[0]), "captured", of_each_rank(*problems[0]));
+    for (const Problem* p : problems) {
+      expect_identical(run_gpu(*p, replaying(captured, options)), run_gpu(*p), "replayed", of_each_rank(*p));
     }
   }
 }

@@ -39,11 +39,6 @@ void validate(const LayerConfig& config, const PlanOptions& options) {
     refuse("receive_capacity_factor", layer::number_text(factor),
            "0 (chosen by the plan), a number above 0, or infinity (room for every row that may come)");
   }
-  if (options.device == DeviceKind::cuda && ranks > 1 && factor > 0 && std::isfinite(factor)) {
-    throw Error(Status::unsupported, "receive_capacity_factor: got " + layer::number_text(factor) +
-                                         ", accepted on a GPU is 0 or infinity: its buffers have room for every row that "
-                                         "may come, and its kernels take all of them in one round");
-  }
   if (options.expert_rank.empty()) return;
   if (options.expert_rank.size() != static_cast<std::size_t>(config.num_experts)) {
     refuse("expert_rank", std::to_string(options.expert_rank.size()) + " entries", experts + ", one for each expert");

@@ -103,15 +103,8 @@ struct Sizes {
     round_rows = room < rows ? room : 0;
     max_rounds = room < rows ? 2 * quotient(rows, room + 1) + 1 : 0;
   }
-  // Whether there may be more than one round. The sm_90a kernels have none but the first, and what would not be used
-  // costs them no register: a plan on a GPU has room for all rows (plan.cpp).
-  MOELITH_HD constexpr bool has_rounds() const {
-#if defined(__CUDA_ARCH__)
-    return false;
-#else
-    return round_rows > 0;
-#endif
-  }
+  // Whether there may be more than one round.
+  MOELITH_HD constexpr bool has_rounds() const { return round_rows > 0; }
   // Whether a pass makes the pre-activation of a round's routed rows: backward finds that of the first round kept.
   MOELITH_HD bool makes_pre_activation(std::int32_t round) const {
     return direction == Direction::forward || recompute || (has_rounds() && round > 0);

@@ -91,13 +91,13 @@ __device__ void make_layout(const ExchangeJob& job, unsigned long long pass, std
                         [&](std::int32_t rank, std::int32_t expert) { return std::int64_t(counts[rank * experts + expert]); });
 }
 
-// Of a rank's routes, where the tokens of all ranks but this one are counted together; with a Layout that is filled.
-__device__ std::int64_t first_route_of(const schedule::Pass& pass, int rank) {
+// Of a rank, where the tokens of all ranks but this one are counted together; with a Layout that is filled.
+__device__ std::int64_t first_token_of(const schedule::Pass& pass, int rank) {
   std::int64_t tokens = 0;
   for (int r = 0; r < rank; ++r) {
     if (r != pass.sizes.rank) tokens += pass.layout.tokens_of_rank[r];
   }
-  return tokens * pass.sizes.top_k;
+  return tokens;
 }
 
 // One block: this rank begins the pass, and meets all others.
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(meeting_threads) meet(const __grid_constant__ 
   if (thread == 0) *tables.last_pass = pass, *tables.stopped = fails;
   if (fails) return;
   if (job.pass.sizes.direction == Direction::forward) make_layout(job, pass, memory, memory + tables.ranks * job.num_experts);
-  if (there) job.peers->first_route[thread] = first_route_of(job.pass, thread);
+  if (there) job.peers->first_token[thread] = first_token_of(job.pass, thread);
 }
 
 // collecting_blocks blocks for each local expert: its rows, source rank by source rank.
@@ -146,7 +146,8 @@ __global__ void __launch_bounds__(collecting_threads) collect(const __grid_const
   if (*tables.stopped) return;
   const unsigned long long pass = *tables.last_pass;
   const std::int32_t local = blockIdx.x, global = job.local_experts[local];
-  const schedule::RowRange rows = job.pass.expert_rows(local);
+  const schedule::RowRange all = job.pass.expert_rows(local);
+  const std::int64_t block_rows = job.pass.sizes.tile.row_block;
   for (std::int32_t r = 0; r < tables.ranks; ++r) {
     const RankTable theirs = tables.of_rank[r].of_pass(pass);
     const std::int64_t begin = job.pass.source_begin(local, r), end = job.pass.source_begin(local, r + 1);
@@ -157,9 +158,10 @@ __global__ void __launch_bounds__(collecting_threads) collect(const __grid_const
       job.pass.layout.row_route[row] = route;
       job.row_weight[row] = theirs.weights[from + row];
       job.row_rank[row] = static_cast<std::uint8_t>(r);
-      if (!job.row_of_route || r == tables.rank) continue;
-      const std::int64_t block = job.pass.layout.block_begin[local] + schedule::quotient(row - rows.begin, job.pass.sizes.tile.row_block);
-      job.row_of_route[job.peers->first_route[r] + route] = {static_cast<std::int32_t>(row + 1), static_cast<std::int32_t>(block)};
+      if (!job.first_row || r == tables.rank) continue;
+      const std::int64_t block = schedule::quotient(row - all.begin, block_rows);
+      const FirstRow first(row, job.pass.layout.block_begin[local] + block, schedule::min_of(block_rows, all.size() - block * block_rows));
+      atomicMax(job.first_row + job.peers->first_token[r] + schedule::quotient(route, job.pass.sizes.top_k), first.word);
     }
   }
 }

@@ -23,7 +23,7 @@ struct ExchangeJob {
   schedule::Pass pass;                                // layout: written in forward
   routing::RankTables tables;                         // this rank's has been filled by the router, in forward
   unsigned long long* flags[Peers::most] = {};        // of each rank: [R], the s-th raised by rank s
-  Peers* peers = nullptr;                             // x, dy and first_route: written
+  Peers* peers = nullptr;                             // x, dy and first_token: written
   Peers::Rows x{}, dy{};                              // of this rank; dy in backward
   bfloat16 *staged_x = nullptr, *staged_dy = nullptr; // [T, H] in symmetric memory, for the others; null: they read x and dy
   unsigned long long *begun = nullptr, *ended = nullptr;  // passes of this rank, counted in host memory; null: not wanted
@@ -37,7 +37,7 @@ struct ExchangeJob {
   const std::int32_t* local_experts = nullptr;        // [L] global ids
   std::uint8_t* row_rank = nullptr;                   // [rows] written, as PassData has them
   float* row_weight = nullptr;                        // [rows]
-  RowOfRoute* row_of_route = nullptr;                 // all zero before, or null
+  unsigned long long* first_row = nullptr;            // [tokens of the others] all zero before, or null
 };
 
 // One launch in backward, two in forward, and one more where rows are staged. Throws Error(device_error).

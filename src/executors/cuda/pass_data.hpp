@@ -92,6 +92,8 @@ struct PassError {
 // Where the rows of all ranks are, as one of them addresses them; in device memory. The last lines change with each pass.
 struct Peers {
   static constexpr int most = limits::device_ranks;
+  // In the place of a rank: the routed rows that are packed here already, each by its own number (in the kernel's copy).
+  static constexpr int packed = most;
   bfloat16* slots[most];                // [T k, H] of that rank's routes
   float* dprob[most];                   // [T k, dprob_groups]
   unsigned long long* arrivals[most];   // [CounterMap::arrivals_size]
@@ -99,14 +101,22 @@ struct Peers {
   struct Rows {
     const bfloat16* data;
     std::int64_t stride;
-  } x[most], dy[most];
-  std::int64_t first_route[most];       // of RowOfRoute's, the first of that rank's routes; this rank has none
+  } x[most + 1], dy[most + 1];
+  std::int64_t first_token[most];  // of that rank, in PassData::first_row; this rank has none
 };
 
-// Where a route of another rank's token went, if to a local expert.
-struct RowOfRoute {
-  std::int32_t row_and_1;  // the routed row, counted from 1; 0: to no local expert
-  std::int32_t row_block;  // of the row, counted over all routed experts
+// The first routed row here of another rank's token, as a word of which the largest is that of the first row; 0: none.
+struct FirstRow {
+  unsigned long long word;
+  static constexpr int rows_bits = 7;  // of a row block: 1 to 128
+
+  explicit MOELITH_HD FirstRow(unsigned long long word) : word(word) {}
+  // block: counted over all routed experts; block_rows: rows of it.
+  MOELITH_HD FirstRow(std::int64_t row, std::int64_t block, std::int64_t block_rows)
+      : word(static_cast<unsigned long long>(0x7fffffff - row) << 32 | static_cast<unsigned long long>(block << rows_bits | (block_rows - 1))) {}
+  MOELITH_HD int row() const { return 0x7fffffff - static_cast<int>(word >> 32); }
+  MOELITH_HD unsigned block() const { return static_cast<unsigned>(word) >> rows_bits; }
+  MOELITH_HD unsigned block_rows() const { return (static_cast<unsigned>(word) & ((1u << rows_bits) - 1)) + 1; }
 };
 
 // What one computing warpgroup did with one tile.
@@ -125,11 +135,9 @@ struct PassData {
   unsigned long long wait_limit_ns = 10'000'000'000ull;
   // Several ranks only.
   const Peers* peers = nullptr;
-  const std::uint8_t* row_rank = nullptr;       // [total_rows] the rank that a routed row came from,
-  const float* row_weight = nullptr;            // [total_rows] and its weight
-  // [routes of other ranks' tokens] in the order of ranks, tokens and slots; null: each routed row is read from its rank,
-  // not one for all rows of a token.
-  const RowOfRoute* row_of_route = nullptr;
+  const std::uint8_t* row_rank = nullptr;       // [routed rows] the rank that a routed row came from,
+  const float* row_weight = nullptr;            // [routed rows] and its weight
+  const unsigned long long* first_row = nullptr;  // FirstRow of the tokens of other ranks, rank by rank; null: not known
   const unsigned long long* last_pass = nullptr;  // [1] the number of this pass
   const unsigned long long* stopped = nullptr;  // [1] not 0: the exchange before this pass gave up
   std::int32_t* stop = nullptr;                 // [1] host-visible: not 0 once the group has failed
@@ -137,15 +145,25 @@ struct PassData {
   std::int32_t trace_room = 0;
   numerics::Activation activation;
   bool weight_after_down = true;  // of the routed experts
-  std::int64_t total_rows = 0;    // rows that the routed groups' tensors have room for (T k)
+  std::int64_t total_rows = 0;    // rows that the routed groups' tensors have room for: T k, or of several ranks fewer,
+                                  // which are then worked through in rounds
+  std::int64_t packed_rows = 0;   // and packed_x and packed_dy: as many, or with rounds twice as many
+  // With rounds, backward: the sums of an expert that goes on in the next round, in two places that rounds take in turns.
+  // Weights': whole tiles, each thread's values as it holds them.
+  struct RoundSums {
+    float* gate_up[2] = {};       // [tiles' rows, tiles' columns]
+    float* gate_up_bias[2] = {};  // [F I]
+    float* down[2] = {};
+    float* down_bias[2] = {};     // [H]
+  } round_sums;
 
   const bfloat16* x = nullptr;  // [T, H] at a row stride (a multiple of 8)
   std::int64_t x_stride = 0;
   const bfloat16* dy = nullptr;  // backward
   std::int64_t dy_stride = 0;
-  bfloat16* packed_x = nullptr;   // [total_rows, H]: the routed rows of x; backward: null when neither gate_up runs
+  bfloat16* packed_x = nullptr;   // [packed_rows, H]: the routed rows of x; backward: null when neither gate_up runs
                                   // again nor its weight gradient is wanted
-  bfloat16* packed_dy = nullptr;  // [total_rows, H], backward
+  bfloat16* packed_dy = nullptr;  // [packed_rows, H], backward
   const std::int32_t* topk_ids = nullptr;  // [T, k], -1: empty
   const float* topk_weights = nullptr;     // [T, k]
   const float* shared_gates = nullptr;     // [T, S], or null: all 1

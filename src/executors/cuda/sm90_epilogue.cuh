@@ -196,6 +196,15 @@ __device__ __forceinline__ void rows_to_slots(Sums<N>& sums, const Work& work, c
                 [&](int row) { return slot_of_row<Ranks>(work, slots, hidden, row) + work.column; });
 }
 
+// The pre-activation that a tile writes or reads. Only that of the first round is kept for backward, which makes the others' again,
+// where dZ comes to lie: element by element it takes their place.
+template <bool Ranks>
+__device__ __forceinline__ bf16* pre_activation_of(const PassData& data, const Work& work) {
+  const ExpertGroup& tensors = data.groups[work.group];
+  if (!Ranks || work.round == 0 || data.pass.sizes.recompute) return tensors.pre_activation;
+  return tensors.d_pre_activation;  // none in forward
+}
+
 // --- gate_up ---------------------------------------------------------------------------------------------------------
 
 // Of each 64 columns of the sums, 32 are gate columns and 32 the up columns that belong to them; without a gate all are
@@ -221,8 +230,8 @@ __device__ __forceinline__ void activate_rows(const PassData& data, Sums<N>& sum
     add_staged_bias(sums, warp.staging, lane);
   }
   const RoundedSums<N> rounded(sums);
-  bf16 *const z = tensors.pre_activation, *const activated =
-                                              forward ? tensors.activated : nullptr;  // recomputing: z alone
+  bf16* const z = pre_activation_of<Ranks>(data, work);
+  bf16* const activated = forward ? tensors.activated : nullptr;  // recomputing: z alone
   const int octet = lane % 4, columns = work.columns;
   numerics::with_activation_kind(data.activation.kind, [&]<ActivationKind Kind>() {
     constexpr bool pairs = Kind != ActivationKind::relu_squared;  // of gate and up
@@ -237,8 +246,8 @@ __device__ __forceinline__ void activate_rows(const PassData& data, Sums<N>& sum
       for (int i = 0; i < 2; ++i) {
         const int row = m * 64 + warp.index * 16 + lane / 4 + 8 * i;
         row_there[i] = row < work.rows;
-        z_place[i] = (work.row_begin + row) * pre_width + work.column + octet * 8;
-        a_place[i] = (work.row_begin + row) * width + work.column + octet * 8;
+        z_place[i] = (work.held_begin + row) * pre_width + work.column + octet * 8;
+        a_place[i] = (work.held_begin + row) * width + work.column + octet * 8;
         factor[i] = weighted && row_there[i] ? weight_of_row<Ranks>(data, work, row) : 1.0f;
       }
 #pragma unroll 1
@@ -295,7 +304,7 @@ __device__ __forceinline__ void activation_gradient_of(const PassData& data, con
   const ExpertGroup& tensors = data.groups[work.group];
   const bool after_down = work.group > 0 || data.weight_after_down;
   const std::int64_t width = tensors.width, pre_width = (gated ? 2 : 1) * width;
-  const bf16* const z = tensors.pre_activation;
+  const bf16* const z = pre_activation_of<Ranks>(data, work);
   bf16 *const dz = tensors.d_pre_activation, *const activated = tensors.activated;
   const numerics::ActivationParameters<float> parameters(data.activation);
   const int slabs = work.n / 32, lane = warp.lane, octet = lane % 4, columns = work.columns;
@@ -315,8 +324,8 @@ __device__ __forceinline__ void activation_gradient_of(const PassData& data, con
       weight = __ldg(data.shared_gates + std::int64_t(work.row_index[row]) * sizes.shared_experts + work.group - 1);
     }
     // dz lies like z.
-    const bf16* const z_row = z + (work.row_begin + row) * pre_width + work.column + octet * 8;
-    bf16* const a_row = activated + (work.row_begin + row) * width + work.column + octet * 8;
+    const bf16* const z_row = z + (work.held_begin + row) * pre_width + work.column + octet * 8;
+    bf16* const a_row = activated + (work.held_begin + row) * width + work.column + octet * 8;
     uint4 gate_read[2], up_read[2];
     // Reads what exists in any case; what it reads for other columns is not used.
     auto fetch = [&](int i, int slab) {
@@ -407,7 +416,7 @@ __device__ __forceinline__ void activation_gradient(const PassData& data, const 
     const int parts = sizes.down_dgrad_tiles(work.slot) * cluster_blocks,
               part = work.column_block * cluster_blocks + static_cast<int>(cluster_rank());
     for (int row = warp.index * parts + part; row < work.rows; row += 4 * parts) {
-      const bf16* dy = dy_of_row(data, work, work.row_begin + row);
+      const bf16* dy = dy_of_row(data, work, work.packed_begin + row);
       float dot = 0.0f;
 #pragma unroll 4
       for (std::int64_t c = lane * 8; after_down && c < hidden; c += 256) {

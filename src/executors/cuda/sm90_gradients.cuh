@@ -4,7 +4,7 @@
 // of columns that it has sums of (four threads 32 bytes of a row): through shared memory rows would come in larger pieces,
 // but a warp of an epilogue is alone on its scheduler, and each step through there is a chain of latencies. The old values
 // are on their way two steps before they are needed, by `cp.async`, which takes no registers, in the memory that rows are
-// packed through (no rows are packed beside weight gradients).
+// packed through (no rows are packed beside weight gradients, but for rounds, where they are read late).
 #pragma once
 
 #include "executors/cuda/sm90_epilogue.cuh"
@@ -104,11 +104,14 @@ class OldValues {
 __device__ __forceinline__ bool adds_to_old(const WeightGradient& gradient, const Work& work) {
   return gradient.target && gradient.target.accumulate && work.sum_rows > 0;
 }
+// Whether they are read where they are added: rows of a later round may be packed just then.
+template <bool Ranks>
+__device__ __forceinline__ bool reads_old_late(const PassData& data) { return Ranks && data.pass.sizes.has_rounds(); }
 // Before a tile's products.
-template <int N, class Memory>
+template <int N, bool Ranks, class Memory>
 __device__ __forceinline__ void ask_for_old_values(Memory& shared, const PassData& data, const Work& work) {
   const WeightGradient gradient(data, work);
-  if (!adds_to_old(gradient, work)) return;
+  if (!adds_to_old(gradient, work) || reads_old_late<Ranks>(data)) return;
   const GradientSteps<N> steps(gradient, work, Warp::now(shared));
   OldValues old(shared);
 #pragma unroll
@@ -116,37 +119,78 @@ __device__ __forceinline__ void ask_for_old_values(Memory& shared, const PassDat
 }
 
 // out[output_row + r, column ..] (+)= sum. Without rows the sum is 0.
-template <int N, class Memory>
+template <int N, bool Ranks, class Memory>
 __device__ __forceinline__ void store_weight_gradient(Memory& shared, const PassData& data, Sums<N>& sums, const Work& work,
                                                       const Warp& warp) {
   const WeightGradient gradient(data, work);
-  const bool adds = adds_to_old(gradient, work), is_float = gradient.target.is_float;
+  const bool adds = adds_to_old(gradient, work), late = reads_old_late<Ranks>(data), is_float = gradient.target.is_float;
   if (!gradient.target || (gradient.target.accumulate && !adds)) return;
   if (is_float || adds) {
     const GradientSteps<N> steps(gradient, work, warp);
     OldValues old(shared);
 #pragma unroll
     for (int step = 0; step < GradientSteps<N>::count; ++step) {
-      if (adds) copies_wait<OldValues::ahead - 1>();
+      if (adds && !late) copies_wait<OldValues::ahead - 1>();
 #pragma unroll
       for (int pair = 0; pair < GradientSteps<N>::pairs; ++pair) {
         if (!steps.there(step, pair)) continue;
         float* v = sums.value[GradientSteps<N>::block(step)] + GradientSteps<N>::group(step, pair) * 4 + pair % 2 * 2;
         if (adds && is_float) {
-          const float2 before = old.float_pair(step, pair);
+          const float2 before = late ? *reinterpret_cast<const float2*>(steps.at(step, pair)) : old.float_pair(step, pair);
           v[0] += before.x, v[1] += before.y;
         } else if (adds) {
-          const std::uint32_t before = old.bfloat16_pair(step, pair);
+          const std::uint32_t before = late ? *reinterpret_cast<const std::uint32_t*>(steps.at(step, pair)) : old.bfloat16_pair(step, pair);
           v[0] += low_bfloat16(before), v[1] += high_bfloat16(before);
         }
         if (is_float) *reinterpret_cast<float2*>(steps.at(step, pair)) = {v[0], v[1]};
       }
-      if (adds) old.ask(steps, step + OldValues::ahead);
+      if (adds && !late) old.ask(steps, step + OldValues::ahead);
     }
   }
   if (!is_float) {
     bf16* out = reinterpret_cast<bf16*>(gradient.at(work.output_row, work.column));
     store_rounded(RoundedSums<N>(sums), work.rows, work.columns, warp, [&](int row) { return out + row * gradient.n; });
+  }
+}
+
+// Sums of an expert whose rows go on in the next round, as the threads hold them: 16 bytes of each thread side by side. The round
+// after reads the place that the round before it wrote, and its products go on from there.
+template <int N>
+__device__ __forceinline__ float4* round_sums_of(const PassData& data, const Work& work, int place) {
+  const schedule::Sizes& sizes = data.pass.sizes;
+  const bool of_gate_up = work.stage == Stage::gate_up_wgrad;
+  const std::int64_t n = of_gate_up ? sizes.hidden_size : sizes.intermediate_size;
+  const std::int64_t tile = work.row_block * schedule::ceil_div(n, 2 * N) + work.column_block;
+  float* const all = (of_gate_up ? data.round_sums.gate_up : data.round_sums.down)[place];
+  return reinterpret_cast<float4*>(all) + (tile * cluster_blocks + cluster_rank()) * (rows_per_tile * N / 4) + thread_now() % consumer_threads;
+}
+// Zeros of any other tile: read as well, since the compiler would not have products add to registers that are set in two ways.
+__device__ const float4 no_sums{};
+template <int N>
+__device__ __forceinline__ void read_round_sums(const PassData& data, Sums<N>& sums, const Work& work) {
+  const float4* const from = work.goes_on_from ? round_sums_of<N>(data, work, ~work.round & 1) : &no_sums;
+  const int stride = work.goes_on_from ? consumer_threads : 0;
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+#pragma unroll
+    for (int i = 0; i < N / 8; ++i) {
+      const float4 v = __ldcg(from + (m * (N / 8) + i) * stride);
+      float* to = sums.value[m] + i * 4;
+      to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+    }
+    hold(sums.value[m]);
+  }
+}
+template <int N>
+__device__ __forceinline__ void write_round_sums(const PassData& data, const Sums<N>& sums, const Work& work) {
+  float4* to = round_sums_of<N>(data, work, work.round & 1);
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+#pragma unroll
+    for (int i = 0; i < N / 8; ++i) {
+      const float* v = sums.value[m] + i * 4;
+      to[(m * (N / 8) + i) * consumer_threads] = {v[0], v[1], v[2], v[3]};
+    }
   }
 }
 

@@ -42,10 +42,11 @@ __device__ __forceinline__ void compute_tiles(SharedMemory<N>& shared, int group
     const Stage stage = work.stage;
     // One stage after the other has its own sums, so that none is alive across another's.
     const int my_turn = barrier_turn + group, your_turn = barrier_turn + 1 - group;
-    auto multiplied = [&](auto& sums, auto a, auto b) {
-      multiply<a.value, b.value>(shared, sums, work, my_turn, your_turn);
+    auto multiplied_from = [&](auto& sums, auto a, auto b, auto&& begin) {
+      multiply<a.value, b.value>(shared, sums, work, my_turn, your_turn, begin);
       note(2);
     };
+    auto multiplied = [&](auto& sums, auto a, auto b) { multiplied_from(sums, a, b, [&] { sums.clear(); }); };
     auto pass_turn = [&] {
       named_barrier_sync(my_turn, 2 * consumer_threads);
       named_barrier_arrive(your_turn, 2 * consumer_threads);
@@ -90,13 +91,24 @@ __device__ __forceinline__ void compute_tiles(SharedMemory<N>& shared, int group
           down_bias_gradient<Ranks>(data, work, staging, group, thread_now() % 128);
         }
       } else {
-        ask_for_old_values<N>(shared, data, work);
+        ask_for_old_values<N, Ranks>(shared, data, work);
         Sums<N> sums;
-        multiplied(sums, along_mn, along_mn);
-        store_weight_gradient<N>(shared, data, sums, work, Warp::now(shared));
+        multiplied_from(sums, along_mn, along_mn, [&] {
+          if constexpr (Ranks) {
+            read_round_sums(data, sums, work);
+          } else {
+            sums.clear();
+          }
+        });
+        if (Ranks && work.goes_on) {
+          write_round_sums(data, sums, work);
+        } else {
+          store_weight_gradient<N, Ranks>(shared, data, sums, work, Warp::now(shared));
+        }
       }
     }
-    const bool read_here = work.raised >= 0 || work.raised_arrival >= 0;  // by later tiles, and their copy engine
+    // By later tiles, and their copy engine; or what it reads is written over.
+    const bool read_here = work.raised >= 0 || work.raised_arrival >= 0 || (Ranks && work.raised_round >= 0);
     if (read_here) fence_async_all();
     named_barrier_sync(barrier_own + group, consumer_threads);
     if (thread_now() % 128 == 0) {
@@ -114,6 +126,7 @@ __device__ __forceinline__ void compute_tiles(SharedMemory<N>& shared, int group
       }
       if (read_here) __threadfence();
       if (work.raised >= 0) add_release(data.counters.local + work.raised, 1);
+      if (Ranks && work.raised_round >= 0) add_release(data.counters.local + work.raised_round, 1);
       raise_arrival<Ranks>(data, shared.peers(), work);
     }
     barrier_arrive(shared_address(&shared.work_empty[position.slot]));
@@ -127,13 +140,13 @@ __device__ __forceinline__ void compute_tiles(SharedMemory<N>& shared, int group
 template <int N>
 __device__ __forceinline__ void copy_layout(SharedMemory<N>& shared, const schedule::Pass& pass, int thread) {
   const schedule::Sizes& sizes = pass.sizes;
-  const std::int64_t words = schedule::Layout::header_length(sizes.ranks, sizes.local_experts);
+  const std::int64_t words = schedule::Layout::header_length(sizes.ranks, sizes.local_experts, sizes.max_rounds);
   if (words > SharedMemory<N>::layout_words) return;
   const std::int64_t* from = pass.layout.valid_tokens;
   for (int i = thread; i < static_cast<int>(words); i += threads) shared.layout_header[i] = from[i];
   if (thread != 0) return;
   schedule::Layout& copy = reinterpret_cast<PassData*>(shared.data_copy)->pass.layout;
-  copy = schedule::Layout::at(shared.layout_header, copy.row_route, sizes.ranks, sizes.local_experts);
+  copy = schedule::Layout::at(shared.layout_header, copy.row_route, sizes.ranks, sizes.local_experts, sizes.max_rounds);
 }
 
 // While the kernel in front is at work: three tiles of a pass that has one row are described, so that the instructions are
@@ -198,6 +211,9 @@ __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ P
   copy(shared.map_copy, p.counter_map);
   if constexpr (Ranks) copy(shared.peers_copy, *p.data.peers);
   cluster_sync();
+  if constexpr (Ranks) {
+    if (thread == 0) place_packed_rows(p.data, *reinterpret_cast<Peers*>(shared.peers_copy));
+  }
   if constexpr (Pass == Direction::forward && !Ranks) {
     if (p.beside_previous) rehearse<Pass, N>(shared, p.data.pass.layout, thread);
   }
@@ -262,8 +278,8 @@ void launch(const PassData& data, int blocks, cudaStream_t stream, bool beside_p
     if (g == 0) encode(maps.slots, group.slots, 0, sizes.tokens * sizes.top_k, hidden, slot_rows<N>);
     if (group.experts == 0) continue;
     if (g == 0) {
-      encode(maps.x, data.packed_x, 0, rows, hidden, box_rows);
-      encode(maps.dy, data.packed_dy, 0, rows, hidden, box_rows);
+      encode(maps.x, data.packed_x, 0, data.packed_rows, hidden, box_rows);
+      encode(maps.dy, data.packed_dy, 0, data.packed_rows, hidden, box_rows);
     } else {
       encode(maps.x, data.x, 0, rows, hidden, box_rows, data.x_stride);
       encode(maps.dy, data.dy, 0, rows, hidden, box_rows, data.dy_stride);
@@ -284,9 +300,9 @@ void launch(const PassData& data, int blocks, cudaStream_t stream, bool beside_p
     if (!forward) {
       encode(maps.d_pre_activation, group.d_pre_activation, 0, rows, pre_width, box_rows);
       encode(maps.pre_activation, group.pre_activation, 0, rows, pre_width, box_rows);
-      if (g == 0) encode(maps.x_columns, data.packed_x, 0, rows, hidden, Boxes::rows);
+      if (g == 0) encode(maps.x_columns, data.packed_x, 0, data.packed_rows, hidden, Boxes::rows);
       else encode(maps.x_columns, data.x, 0, rows, hidden, Boxes::rows, data.x_stride);
-      if (sizes.recompute)
+      if (sizes.recompute || sizes.has_rounds())
         Boxes::encode_gate_up(maps.gate_up_again, group.gate_up_proj.stacked, group.experts, factor, group.width,
                               hidden, true);
     }

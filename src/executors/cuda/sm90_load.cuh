@@ -11,7 +11,8 @@ namespace moelith::executors::cuda::sm90 {
 struct LoadJob {
   Stage stage;
   bool last, sums_rows;
-  int group, expert, rows, column, blocks, row_begin, output_row, k_steps;
+  int group, expert, rows, column, blocks, output_row, k_steps;
+  int a_row, b_row;  // the first row that A is loaded from; B's of a weight gradient or combine, or that of the pre-activation
   __device__ explicit LoadJob(const Work& work)
       : stage(work.stage),
         last(work.last),
@@ -21,9 +22,12 @@ struct LoadJob {
         rows(work.rows),
         column(work.column),
         blocks(work.n / 64),
-        row_begin(work.row_begin),
         output_row(work.output_row),
-        k_steps(work.k_steps) {}
+        k_steps(work.k_steps),
+        a_row(stage == Stage::gate_up || stage == Stage::down_dgrad || stage == Stage::down_wgrad ? work.packed_begin : work.held_begin),
+        b_row(stage == Stage::combine         ? work.row_begin
+              : stage == Stage::gate_up_wgrad ? work.packed_begin
+                                              : work.held_begin) {}
 };
 
 // Warp 1.
@@ -47,7 +51,7 @@ __device__ __forceinline__ void load_a(const Parameters& p, SharedMemory<N>& sha
     if (job.stage == Stage::down_dgrad || job.stage == Stage::down_wgrad) map = &maps.dy;
     if (job.stage == Stage::gate_up_dgrad || job.stage == Stage::gate_up_wgrad) map = &maps.d_pre_activation;
     const bool two = job.rows > 64, combine = job.stage == Stage::combine;
-    int c0 = job.sums_rows ? job.output_row : 0, c1 = job.row_begin + rank * box_rows;
+    int c0 = job.sums_rows ? job.output_row : 0, c1 = job.a_row + rank * box_rows;
 #pragma unroll 1
     for (int k = 0; k < job.k_steps; ++k) {
       barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);  // both blocks are done with it
@@ -108,7 +112,7 @@ __device__ __forceinline__ void load_b(const Parameters& p, SharedMemory<N>& sha
       for (int i = lane; i < boxes; i += 32) {
         const int box = i / factor;
         tma_prefetch(&maps.pre_activation, job.column + box % job.blocks * 64 + i % factor * width,
-                     job.row_begin + box / job.blocks * box_rows);
+                     job.b_row + box / job.blocks * box_rows);
       }
       __syncwarp();
     }
@@ -126,7 +130,7 @@ __device__ __forceinline__ void load_b(const Parameters& p, SharedMemory<N>& sha
 #pragma unroll 1
           for (int i = 0; i < job.blocks; ++i) {
             tma_load(place + i * (slot_rows<N> * 128), map, full, job.column + 64 * i,
-                     (job.row_begin + k * tokens) * sizes.top_k);
+                     (job.b_row + k * tokens) * sizes.top_k);
           }
         } else {
           barrier_arrive_expect(full, job.blocks * 8192);
@@ -139,7 +143,7 @@ __device__ __forceinline__ void load_b(const Parameters& p, SharedMemory<N>& sha
           } else if (job.sums_rows) {
 #pragma unroll 1
             for (int i = 0; i < job.blocks; ++i, place += 8192) {
-              tma_load(place, map, full, job.column + 64 * i, job.row_begin + k * depth);
+              tma_load(place, map, full, job.column + 64 * i, job.b_row + k * depth);
             }
           } else {
             const bool along_k = job.stage == Stage::down;

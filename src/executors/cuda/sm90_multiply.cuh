@@ -87,11 +87,12 @@ __device__ __forceinline__ void multiply_stages(SharedMemory<RingN>& shared, Sum
   if (k_steps > 0) release_stage(previous);
 }
 
-// `my_turn` and `your_turn`: barriers of the two warpgroups.
-template <Major A, Major B, int N, int RingN>
+// `my_turn` and `your_turn`: barriers of the two warpgroups. begin(): sets all sums to what they begin with, while the other
+// warpgroup multiplies.
+template <Major A, Major B, int N, int RingN, class Begin>
 __device__ __forceinline__ void multiply(SharedMemory<RingN>& shared, Sums<N>& sums, const Work& work, int my_turn,
-                                         int your_turn) {
-  sums.clear();  // while the other warpgroup multiplies
+                                         int your_turn, Begin&& begin) {
+  begin();
   named_barrier_sync(my_turn, 2 * consumer_threads);
   const int n = work.n;
   if (work.rows > 64) {

@@ -8,20 +8,23 @@
 //     order of the schedule still makes progress.
 //   - x in backward, which only the weight gradients read unless gate_up runs again: beside the tiles of gate_up_dgrad,
 //     those of their own row block, so that the tiles of down_dgrad have dY's rows alone to take along.
-// Rows of other ranks' tokens are read where they lie, and a token's crosses the link once (where its rows here are known,
-// RowsOfToken): whoever has the first of its rows to copy reads it and writes it to all, and who has another of them leaves it.
-// So a row may be there earlier than its turn, never later. A tile that waits for a row of block b waits for what is copied
-// beside a tile of the block that b is packed beside, or, since a token's first row is in b or a block before it, of one
-// before that; all of these stand before it in the order, and who copies still waits for nobody. Of x beside
-// gate_up_dgrad the same goes for the weight gradients, which stand behind all of those tiles of their blocks and of those before.
+// Rows of other ranks' tokens are read where they lie. A token with several rows here crosses the link once, or nearly so:
+// beside a tile its row is copied from the first of them (FirstRow), if that one's block is packed by then, and otherwise
+// from its rank like the first; nobody waits for the first. (To write the first to all of them at once had tiles wait at the
+// start, when nearly each row is a first one.)
 // What combine waits for says that the others have read this rank's rows of forward, and of dY; of x in backward they say
 // it themselves, the last to copy for all (rows_pulled).
 // The warp that hands on tiles copies, while the others load and compute: first it hands the tile on, then it copies, and
 // of what it has copied it tells when it would next have to wait (Packer::publish), so that nobody waits for it in vain.
 //
 // What is there is counted in the high halves of counters whose low halves count tiles: rows in gate_up_done of their
-// block; for x beside gate_up_dgrad in down_dgrad_done, of one rank parts (one for each tile and block of the cluster), of
-// several ranks rows, with as many on top as the block has less than a whole one.
+// block; for x beside gate_up_dgrad, parts (one for each tile and block of the cluster) in down_dgrad_done.
+//
+// Where row buffers do not have room for all rows (schedule/extents.hpp), packed rows have two places, for rounds in turns, and x
+// in backward comes with dY, since gate_up runs again. Beside tiles of a round no rows are packed but that round's and the next
+// one's (packed_limit): the place is that of the round before, whose tiles are done, or a tile of this one would not have begun.
+// What a limit holds back is packed beside the first block of the next round, still before the round that reads it. And each row is
+// read from its rank: an earlier one of its token may have left its place.
 #pragma once
 
 #include "executors/cuda/sm90_ranks.cuh"
@@ -33,16 +36,14 @@ inline constexpr int packed_shift = 32;
 // Whether x is packed beside gate_up_dgrad.
 __device__ inline bool packs_x_later(const PassData& data) {
   const schedule::Sizes& sizes = data.pass.sizes;
-  return sizes.direction == schedule::Direction::backward && !sizes.recompute && sizes.want_dx && data.packed_x;
+  return sizes.direction == schedule::Direction::backward && !sizes.recompute && !sizes.has_rounds() && sizes.want_dx && data.packed_x;
 }
-// How many parts it comes in: one for each tile and block of the cluster.
-__device__ inline std::int64_t pulled_parts(const PassData& data) {
-  return packs_x_later(data) ? data.pass.routed_blocks() * data.pass.sizes.hidden_tiles() * cluster_blocks : 0;
-}
-// What each block's counter comes to.
-template <bool Ranks>
+// How many parts of a row block it then comes in: one for each tile and block of the cluster; and of all of them.
 __device__ inline std::uint32_t packed_later(const schedule::Sizes& sizes) {
-  return static_cast<std::uint32_t>(Ranks ? sizes.tile.row_block : sizes.hidden_tiles() * cluster_blocks);
+  return static_cast<std::uint32_t>(sizes.hidden_tiles()) * cluster_blocks;
+}
+__device__ inline std::int64_t pulled_parts(const PassData& data) {
+  return packs_x_later(data) ? data.pass.routed_blocks() * packed_later(data.pass.sizes) : 0;
 }
 // Whether the tile reads rows that were packed ahead.
 __device__ inline bool reads_packed(Stage stage) { return stage == Stage::gate_up || stage == Stage::down_dgrad; }
@@ -56,30 +57,51 @@ __device__ inline schedule::RowRange rows_of_block(const schedule::Pass& pass, s
 struct BlockRange {
   std::int64_t begin, end;
 };
+// The round that a row block is in, and where among the packed rows those of a round lie, from where they are counted: every
+// other round in the same place.
+__device__ inline std::int32_t round_of_block(const schedule::Pass& pass, std::int64_t block) {
+  std::int32_t round = 0;
+  if (pass.sizes.has_rounds()) {
+    while (round + 1 < pass.rounds() && pass.layout.round_block[round + 1] <= block) ++round;
+  }
+  return round;
+}
+__device__ inline std::int64_t packed_from(const schedule::Pass& pass, std::int32_t round) {
+  return pass.sizes.has_rounds() ? round % 2 * pass.sizes.round_rows - pass.layout.round_row[round] : 0;
+}
+// The end of what may be packed beside tiles of a round: they have waited for the round before, whose place the next one's
+// rows take.
+__device__ inline std::int64_t packed_limit(const schedule::Pass& pass, std::int32_t round) {
+  if (!pass.sizes.has_rounds()) return pass.routed_blocks();
+  return pass.layout.round_block[schedule::min_of(std::int64_t(round) + 2, std::int64_t(pass.rounds()))];
+}
 // Those packed before any tile of a routed expert.
 __device__ inline BlockRange packed_first(const schedule::Pass& pass) {
-  return {0, schedule::min_of(std::int64_t(first_packed_blocks), pass.routed_blocks())};
+  return {0, schedule::min_of(std::int64_t(first_packed_blocks), packed_limit(pass, 0))};
 }
 // Those packed beside the tiles of routed block `block`: of the first blocks two for each, until the lead is a group. A
 // block is packed beside one of an earlier raster, all of whose tiles come before it: the first are a raster or more.
 __device__ inline BlockRange packed_beside(const schedule::Pass& pass, std::int64_t block) {
   const std::int64_t first = first_packed_blocks, lead = schedule::max_of(first, std::int64_t(pass.sizes.tile.group_blocks));
-  auto before = [&](std::int64_t b) {
-    return schedule::min_of(schedule::min_of(first + 2 * b, lead + b), pass.routed_blocks());
+  const std::int32_t round = round_of_block(pass, block);
+  auto before = [&](std::int64_t b, std::int32_t r) {
+    return schedule::min_of(schedule::min_of(first + 2 * b, lead + b), packed_limit(pass, r));
   };
-  return {before(block), before(block + 1)};
+  // Beside a round's first block also what its limit held back.
+  const bool begins = pass.sizes.has_rounds() && round > 0 && block == pass.layout.round_block[round];
+  return {before(block, begins ? round - 1 : round), before(block + 1, round)};
 }
 // The stage that reads x (dY) first, and how many tiles of it a row block of an expert slot has.
-__device__ inline Stage first_reader(const schedule::Sizes& sizes) {
-  return sizes.direction == schedule::Direction::forward || sizes.recompute ? Stage::gate_up : Stage::down_dgrad;
+__device__ inline Stage first_reader(const schedule::Sizes& sizes, std::int32_t round) {
+  return sizes.makes_pre_activation(round) ? Stage::gate_up : Stage::down_dgrad;
 }
-__device__ inline std::int64_t first_reader_tiles(const schedule::Sizes& sizes, std::int32_t slot) {
-  return first_reader(sizes) == Stage::gate_up ? sizes.gate_up_tiles(slot) : sizes.down_dgrad_tiles(slot);
+__device__ inline std::int64_t first_reader_tiles(const schedule::Sizes& sizes, std::int32_t slot, std::int32_t round) {
+  return first_reader(sizes, round) == Stage::gate_up ? sizes.gate_up_tiles(slot) : sizes.down_dgrad_tiles(slot);
 }
 // Of the shared experts before slot `slot`, and of all of them.
 __device__ inline std::int64_t shared_readers_before(const schedule::Pass& pass, std::int32_t slot) {
   std::int64_t tiles = 0;
-  for (std::int32_t s = pass.sizes.local_experts; s < slot; ++s) tiles += first_reader_tiles(pass.sizes, s);
+  for (std::int32_t s = pass.sizes.local_experts; s < slot; ++s) tiles += first_reader_tiles(pass.sizes, s, 0);
   return tiles * schedule::ceil_div(*pass.layout.valid_tokens, pass.sizes.tile.row_block);
 }
 __device__ inline std::int64_t shared_readers(const schedule::Pass& pass) {
@@ -103,38 +125,6 @@ __device__ __forceinline__ void finish_packing() {
   __syncwarp();
 }
 
-// Of up to 32 routed rows of a block, one a lane, those that their warp copies; of several ranks.
-struct CopiedRows {
-  RowsOfToken rows;  // that this lane's is copied to; none: to itself, if to anything
-  unsigned lanes;    // whose rows are copied
-  int in_block;      // rows of the block that are there then
-
-  // Of this lane `row`, if that is before `last`.
-  __device__ __forceinline__ CopiedRows(const PassData& data, const Peers& peers, const TokenOfRow<true>& token, int row,
-                                        int last, int block) {
-    int copied = row < last ? 1 : 0;
-    if (row < last) rows = RowsOfToken(data, peers, token);
-    if (rows.known()) copied = rows.in_block_if_first(data, row, block);
-    if (copied == 0) rows = RowsOfToken();
-    lanes = __ballot_sync(~0u, copied > 0);
-    in_block = __reduce_add_sync(~0u, copied);
-  }
-};
-// The lane of the n-th bit, counted from 0; any where there are fewer.
-__device__ __forceinline__ int lane_of(unsigned bits, int n) {
-  for (; n > 0 && bits != 0; --n) bits &= bits - 1;
-  return (__ffs(static_cast<int>(bits)) - 1) & 31;
-}
-// Tells, with a whole warp, of the rows that are not in block `block`. Behind finish_packing().
-__device__ __forceinline__ void tell_rows_elsewhere(const PassData& data, unsigned long long* counters,
-                                                    const RowsOfToken& rows, int block) {
-  if (!__any_sync(~0u, rows.known())) return;
-  __threadfence();  // for all that the warp has written
-  rows.for_each(data, [&](int, int its_block) {
-    if (its_block != block) add_relaxed(counters + its_block, 1ull << packed_shift);
-  });
-}
-
 // The first rows, by all warps of the blocks that are there, or as many as have something to do: a block that
 // starts late need not be waited for.
 template <bool Ranks>
@@ -150,8 +140,7 @@ __device__ __forceinline__ void pack_first_rows(const PassData& data, const Peer
     return static_cast<std::int64_t>(__shfl_sync(~0u, unit, 0));
   };
   const std::int64_t hidden = pass.sizes.hidden_size;
-  // each_row(f): f(row) for all rows that it goes to.
-  auto copy = [&](const bfloat16* from, bfloat16* to, auto&& each_row) {
+  auto copy = [&](const bfloat16* from, bfloat16* to) {
     constexpr int batch = 4;  // pieces of 16 bytes that a lane has on their way
 #pragma unroll 1
     for (int column = lane * 8; column < hidden; column += batch * 256) {
@@ -160,12 +149,10 @@ __device__ __forceinline__ void pack_first_rows(const PassData& data, const Peer
       for (int i = 0; i < batch; ++i) {
         if (column + i * 256 < hidden) piece[i] = __ldcg(reinterpret_cast<const uint4*>(from + column + i * 256));
       }
-      each_row([&](std::int64_t row) {
 #pragma unroll
-        for (int i = 0; i < batch; ++i) {
-          if (column + i * 256 < hidden) __stcg(reinterpret_cast<uint4*>(to + row * hidden + column + i * 256), piece[i]);
-        }
-      });
+      for (int i = 0; i < batch; ++i) {
+        if (column + i * 256 < hidden) __stcg(reinterpret_cast<uint4*>(to + column + i * 256), piece[i]);
+      }
     }
   };
   bfloat16* x = packs_x_later(data) ? nullptr : data.packed_x;
@@ -173,41 +160,36 @@ __device__ __forceinline__ void pack_first_rows(const PassData& data, const Peer
     const schedule::RowRange rows = rows_of_block(pass, unit / units);
     const std::int64_t first = rows.begin + unit % units;
     const TokenOfRow<Ranks> mine(data, first + lane * units, rows.end);
+    const std::int64_t place = Ranks ? packed_from(pass, round_of_block(pass, unit / units)) : 0;
     unsigned count = 0;
-    auto copy_row = [&](const TokenOfRow<Ranks>& from, auto&& each_row) {
-      if (x) copy(from.x(data, peers), x, each_row);
-      if (data.packed_dy) copy(from.dy(data, peers), data.packed_dy, each_row);
-    };
-    if constexpr (Ranks) {
-      const CopiedRows copied(data, peers, mine, static_cast<int>(first) + lane * units, static_cast<int>(rows.end),
-                              static_cast<int>(unit / units));
 #pragma unroll 1
-      for (unsigned left = copied.lanes; left != 0; left &= left - 1) {
-        const int n = __ffs(static_cast<int>(left)) - 1;
-        const TokenOfRow<Ranks> from = mine.of_lane(n);
-        const RowsOfToken all(data, peers, from);
-        copy_row(from, [&](auto&& to) {
-          if (!all.known()) return to(first + n * units);
-          all.for_each(data, [&](int row, int) { to(row); });
-        });
-      }
-      if (copied.lanes == 0) continue;
-      finish_packing();
-      tell_rows_elsewhere(data, data.counters.local + map.gate_up_done, copied.rows, static_cast<int>(unit / units));
-      count = copied.in_block;
-    } else {
-#pragma unroll 1
-      for (std::int64_t row = first; row < rows.end; row += units, ++count) {
-        copy_row(mine.of_lane(static_cast<int>(count)), [&](auto&& to) { to(row); });
-      }
-      if (count == 0) continue;
-      finish_packing();
+    for (std::int64_t row = first; row < rows.end; row += units, ++count) {
+      const TokenOfRow<Ranks> from = mine.of_lane(static_cast<int>(count));
+      if (x) copy(from.x(data, peers), x + (row + place) * hidden);
+      if (data.packed_dy) copy(from.dy(data, peers), data.packed_dy + (row + place) * hidden);
     }
+    if (count == 0) continue;
+    finish_packing();
     if (lane == 0) {
       add_release(data.counters.local + map.gate_up_done + unit / units,
                   static_cast<unsigned long long>(count) << packed_shift);
     }
   }
+}
+
+// Where the token of row `row` is to be copied from: where it lies, or the first row that it has here, if that is known to be
+// packed by now. later: of x beside gate_up_dgrad.
+__device__ __forceinline__ TokenOfRow<true> nearest(const PassData& data, const Peers& peers, const schedule::CounterMap& map,
+                                                    TokenOfRow<true> token, int row, bool later) {
+  if (!data.first_row || token.is_here(data)) return token;
+  const FirstRow first(__ldg(data.first_row + peers.first_token[token.rank] + token.token));
+  if (first.row() >= row) return token;
+  const unsigned long long* counter = data.counters.local + (later ? map.down_dgrad_done : map.gate_up_done) + first.block();
+  const std::uint32_t packed = later ? packed_later(data.pass.sizes) : first.block_rows();
+  if (load_acquire(counter) >> packed_shift < packed) return token;
+  token.token = static_cast<unsigned>(first.row());
+  token.rank = Peers::packed;
+  return token;
 }
 
 // Rows beside tiles, by one warp through a piece of shared memory and the copy engine: many bytes under way, with few
@@ -218,31 +200,45 @@ class Packer {
   __device__ Packer(SharedMemory<N>& shared, int lane) : shared_(shared), lane_(lane) {}
 
   // What a tile has beside it: rows [row, row + rows), the first `first` of row block `block`, others of those after it.
-  // missing: beside the first tile that has rows of a later-packed block, what that has less than a whole one; otherwise 0.
-  __device__ __forceinline__ void pack_blocks(Stage stage, int row, int rows, int block, int first, int missing) {
-    publish();
-    if constexpr (Ranks) amount_ = stage == Stage::gate_up_dgrad ? of_later + (cluster_rank() == 0 ? missing : 0) : 0;
+  __device__ __forceinline__ void pack_blocks(Stage stage, int row, int rows, int block, int first) {
 #pragma unroll 1
     while (true) {
-      const int now = Ranks ? min(first, 32 * cluster_blocks) : first;  // of several ranks so many may be told of together
-      pack(stage, row, now, block);
-      row += now, rows -= now, first -= now;
+      pack(stage, row, first, block);
+      row += first, rows -= first;
       if (rows <= 0) break;
-      if constexpr (Ranks) {
-        tell();
-      } else {
-        publish();
-      }
-      if (first == 0) first = min(rows, static_cast<int>(rows_of_block(shared_.data().pass, ++block).size()));
+      first = min(rows, static_cast<int>(rows_of_block(shared_.data().pass, ++block).size()));
     }
   }
+
+ private:
+  // This block's share of rows [row, row + rows) of row block `block`.
+  __device__ __forceinline__ void pack(Stage stage, int row, int rows, int block) {
+    const PassData& data = shared_.data();
+    const schedule::CounterMap& map = shared_.map();
+    const bool later = stage == Stage::gate_up_dgrad;
+    const bool x = data.packed_x && (later || !packs_x_later(data)), dy = data.packed_dy && !later;
+    const int first = row + static_cast<int>(cluster_rank()), last = row + rows;
+    const int count = last > first ? (last - first + cluster_blocks - 1) / cluster_blocks : 0;
+    publish();
+    if constexpr (Ranks) from_ = static_cast<int>(packed_from(data.pass, round_of_block(data.pass, block)));
+    for (int begin = first; begin < last; begin += 32 * cluster_blocks) copy(x, dy, begin, last);
+    counter_ = static_cast<int>(later ? map.down_dgrad_done : map.gate_up_done) + block;
+    amount_ = later ? 1 : count;
+    later_ = later;
+  }
+
+ public:
   // Tells of the last tile's rows, once they have arrived in memory: not at once, since that takes a while, but before
   // this warp waits for anything that might wait for them.
   __device__ __forceinline__ void publish() {
     if (amount_ == 0) return;
-    tell();
-    if (Ranks && amount_ == of_later) count_pulled();
+    bulk_wait();
+    finish_packing();
+    if (lane_ == 0) {
+      add_release(shared_.data().counters.local + counter_, static_cast<unsigned long long>(amount_) << packed_shift);
+    }
     amount_ = 0;
+    if (Ranks && later_) count_pulled();
   }
   // .. unless the barrier's phase is complete, so that there is nothing to wait for.
   __device__ __forceinline__ void publish_unless(std::uint32_t barrier, std::uint32_t parity) {
@@ -252,40 +248,6 @@ class Packer {
  private:
   using Shape = BlockShape<N>;
 
-  static constexpr int of_later = 1 << 16;  // in amount_, of several ranks: rows of x beside gate_up_dgrad
-
-  __device__ __forceinline__ void tell() {
-    bulk_wait();
-    finish_packing();
-    const PassData& data = shared_.data();
-    if constexpr (Ranks) {
-      const schedule::CounterMap& map = shared_.map();
-      unsigned long long* const counters = data.counters.local + (amount_ >= of_later ? map.down_dgrad_done : map.gate_up_done);
-      tell_rows_elsewhere(data, counters, rows_, block_);
-      if (lane_ == 0) add_release(counters + block_, static_cast<unsigned long long>(amount_ % of_later) << packed_shift);
-      amount_ -= amount_ % of_later;
-      rows_ = RowsOfToken();
-    } else if (lane_ == 0) {
-      add_release(data.counters.local + counter_, static_cast<unsigned long long>(amount_) << packed_shift);
-    }
-  }
-  // This block's share of rows [row, row + rows) of row block `block`.
-  __device__ __forceinline__ void pack(Stage stage, int row, int rows, int block) {
-    const PassData& data = shared_.data();
-    const bool later = stage == Stage::gate_up_dgrad;
-    const bool x = data.packed_x && (later || !packs_x_later(data)), dy = data.packed_dy && !later;
-    const int first = row + static_cast<int>(cluster_rank()), last = row + rows;
-    if constexpr (Ranks) {
-      block_ = block;
-      if (first < last) copy(x, dy, first, last);
-    } else {
-      for (int begin = first; begin < last; begin += 32 * cluster_blocks) copy(x, dy, begin, last);
-      const schedule::CounterMap& map = shared_.map();
-      const int count = last > first ? (last - first + cluster_blocks - 1) / cluster_blocks : 0;
-      counter_ = static_cast<int>(later ? map.down_dgrad_done : map.gate_up_done) + block;
-      amount_ = later ? 1 : count;
-    }
-  }
   // One part of x is there; the last tells the other ranks.
   __device__ __forceinline__ void count_pulled() {
     const PassData& data = shared_.data();
@@ -296,7 +258,7 @@ class Packer {
     }
   }
 
-  // Rows first, first + cluster_blocks, .. before last, 32 at most; of several ranks those of them that are to be copied.
+  // Rows first, first + cluster_blocks, .. before last, 32 at most.
   __device__ __forceinline__ void copy(bool x, bool dy, int first, int last) {
     const PassData& data = shared_.data();
     const int hidden = static_cast<int>(data.pass.sizes.hidden_size);
@@ -305,7 +267,12 @@ class Packer {
               elements = ((hidden + pieces - 1) / pieces + 7) / 8 * 8, at_once = min(32, Shape::pack_bytes / (2 * elements)),
               per_row = pieces * ((x ? 1 : 0) + (dy ? 1 : 0));
     const int mine = first + lane_ * cluster_blocks;
-    const TokenOfRow<Ranks> own(data, mine, last);
+    TokenOfRow<Ranks> own(data, mine, last);
+    if constexpr (Ranks) {
+      if (mine < last) own = nearest(data, shared_.peers(), shared_.map(), own, mine, x && packs_x_later(data));
+      __syncwarp();
+      fence_async_all();  // the copy engine reads what counters have told of
+    }
     // All of them into the second-level cache at once; but not other ranks': on another GPU that takes sixty times as long as
     // loading them (6 instead of 360 GB/s on two H200s).
     if (mine < last && own.is_here(data)) {
@@ -313,23 +280,15 @@ class Packer {
       if (dy) bulk_prefetch(own.dy(data, shared_.peers()), 2 * hidden);
     }
     __syncwarp();
-    int rows = min(32, (last - first + cluster_blocks - 1) / cluster_blocks);
-    unsigned lanes = 0;  // of several ranks
-    if constexpr (Ranks) {
-      const CopiedRows copied(data, shared_.peers(), own, mine, last, block_);
-      lanes = copied.lanes, rows = __popc(lanes);
-      rows_ = copied.rows, amount_ += copied.in_block;
-    }
-    const int all = rows * per_row;
+    const int rows = min(32, (last - first + cluster_blocks - 1) / cluster_blocks), all = rows * per_row;
     const std::uint32_t place = shared_address(shared_.packing) + lane_ * 2 * elements;
     const std::uint32_t full = shared_address(&shared_.packing_full);
 #pragma unroll 1
     for (int begin = 0; begin < all; begin += at_once) {
       const int piece = begin + lane_, r = piece / per_row, inside = piece - r * per_row;
       const bool there = lane_ < at_once && piece < all, of_x = x && inside < pieces;
-      const int n = Ranks ? lane_of(lanes, r) : r;
-      const TokenOfRow<Ranks> from = own.of_lane(n & 31);
-      const std::int64_t to = first + n * cluster_blocks;
+      const TokenOfRow<Ranks> from = own.of_lane(r & 31);
+      const std::int64_t to = first + r * cluster_blocks + (Ranks ? from_ : 0);
       const int column = (of_x || !x ? inside : inside - pieces) * elements;
       const std::uint32_t bytes = there ? 2 * min(elements, hidden - column) : 0, sum = __reduce_add_sync(~0u, bytes);
       if (lane_ == 0) barrier_arrive_expect(full, sum);
@@ -338,17 +297,7 @@ class Packer {
         bulk_load(place, (of_x ? from.x(data, shared_.peers()) : from.dy(data, shared_.peers())) + column, bytes, full);
       barrier_wait(full, parity_);
       parity_ ^= 1;
-      if (there) {
-        bfloat16* const packed = (of_x ? data.packed_x : data.packed_dy) + column;
-        auto store = [&](std::int64_t row) { bulk_store(packed + row * hidden, place, bytes); };
-        if constexpr (Ranks) {
-          const RowsOfToken targets(data, shared_.peers(), from);
-          if (!targets.known()) store(to);
-          targets.for_each(data, [&](int row, int) { store(row); });
-        } else {
-          store(to);
-        }
-      }
+      if (there) bulk_store((of_x ? data.packed_x : data.packed_dy) + to * hidden + column, place, bytes);
       bulk_commit();
       bulk_wait_read();
       __syncwarp();
@@ -359,9 +308,8 @@ class Packer {
   const int lane_;
   std::uint32_t parity_ = 0;
   int counter_ = 0, amount_ = 0;  // not told yet
-  // Of several ranks, in the place of counter_: the rows' block, and this lane's rows, of which some may be in others.
-  int block_ = 0;
-  RowsOfToken rows_;
+  bool later_ = false;            // of x, beside gate_up_dgrad
+  int from_ = 0;                  // packed_from of the block's round, of several ranks
 };
 
 }  // namespace moelith::executors::cuda::sm90

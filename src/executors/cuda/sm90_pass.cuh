@@ -59,17 +59,23 @@ struct alignas(16) TileDescription {
   Stage stage;
   std::uint8_t pack_first = 0;           // of the rows to pack beside it, those of the first of their row blocks
   std::uint16_t raised_ranks = 0;        // a bit for each rank whose arrival counter the tile raises
-  std::int32_t group, slot, expert;      // slot: schedule::Tile's expert; expert: index within the group's tensors
+  std::int16_t group;
+  std::uint16_t n;        // columns of a block's product: 64, 128, .. N (gate_up: 32 of gate, 32 of up and so on)
+  std::int32_t slot, expert;             // slot: schedule::Tile's expert; expert: index within the group's tensors
   std::int32_t row_block, column_block;  // of the tile
   std::int32_t rows;                     // of the output tile, 1 to 128; tokens of a combine tile
-  std::int32_t row_begin;                // first row of A (a row of the group); of a weight gradient, of the sum
+  // The tile's first row, of a weight gradient the first of its sum, as a row of the group; where that lies in the row
+  // buffers; and where it lies among the packed rows. Without rounds all are alike.
+  std::int32_t row_begin, held_begin, packed_begin;
   std::int32_t output_row;               // weight gradients: first row of the output
   std::int32_t sum_rows;                 // weight gradients: rows summed over
   std::int32_t k_steps;                  // stages of the ring that the tile uses
-  std::int32_t column, columns;          // output columns of the tile: of Work, those of one block
-  std::int32_t half;                     // of these, how many the first block has at most
-  std::int32_t n;         // columns of a block's product: 64, 128, .. N (gate_up: 32 of gate, 32 of up and so on)
-  std::int32_t raised = -1;  // local counter that the tile raises, or -1
+  std::int32_t column;                   // output columns of the tile,
+  std::uint16_t columns;                 // of Work those of one block
+  std::uint16_t half;                    // of these, how many the first block has at most
+  std::uint8_t round = 0;                // not 0: of a round after the first, lowest bit as that has it
+  bool goes_on_from = false, goes_on = false;  // gradients: from the sums of the round before; in the next round
+  std::uint8_t unused = 0;               // it is copied as whole words
   // Waits: `awaited_count` local counters from `awaited` on, for both halves to reach a target,
   std::int32_t awaited, awaited_count;
   std::uint32_t low_target, high_target;
@@ -77,11 +83,13 @@ struct alignas(16) TileDescription {
     std::int32_t counter;
     std::uint32_t target;
   } arrival, second_arrival;
-  std::int32_t raised_arrival = -1;                     // arrival counter that it raises, or -1
+  Arrival round_before;                                 // another local counter, likewise
+  std::int32_t raised = -1, raised_arrival = -1, raised_round = -1;  // counters that it raises (the first and last local), or -1
   std::int32_t pack_block = -1, pack_row, pack_rows;    // rows to pack beside it, and the row block of the first; -1: none
 };
 static_assert(limits::device_ranks <= 16);  // bits of raised_ranks
 static_assert(offsetof(TileDescription, awaited) % 16 == 0 && offsetof(TileDescription, arrival) % 16 == 0);
+static_assert(offsetof(TileDescription, round_before) % 8 == 0 && sizeof(TileDescription) == 128);
 
 // A tile as the warps of a block hand it on, with the columns of this block's half.
 struct Work : TileDescription {

@@ -350,11 +350,7 @@ __device__ __forceinline__ unsigned long long load_acquire(const unsigned long l
 __device__ __forceinline__ void add_release(unsigned long long* counter, unsigned long long value) {
   asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(counter), "l"(value) : "memory");
 }
-// After a __threadfence(), which then counts for all of them.
-__device__ __forceinline__ void add_relaxed(unsigned long long* counter, unsigned long long value) {
-  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(counter), "l"(value) : "memory");
-}
-// The same as the first two between ranks, whose GPUs may differ.
+// The same between ranks, whose GPUs may differ.
 __device__ __forceinline__ unsigned long long load_acquire_system(const unsigned long long* counter) {
   unsigned long long value;
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(counter) : "memory");

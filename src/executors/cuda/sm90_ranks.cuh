@@ -18,7 +18,7 @@ struct TokenOfRow {
     if constexpr (Ranks) rank = row < last ? data.row_rank[row] : 0;
   }
   __device__ __forceinline__ bool is_here(const PassData& data) const {
-    return !Ranks || rank == static_cast<unsigned>(data.pass.sizes.rank);
+    return !Ranks || rank == static_cast<unsigned>(data.pass.sizes.rank) || rank == Peers::packed;
   }
   // That of another lane.
   __device__ __forceinline__ TokenOfRow of_lane(int lane) const {
@@ -37,42 +37,11 @@ struct TokenOfRow {
   }
 };
 
-// The routed rows here of another rank's token: an entry of PassData::row_of_route for each of its slots.
-struct RowsOfToken {
-  int begin = -1;  // the first entry; -1: no rows that are known
-
-  RowsOfToken() = default;
-  // Of `token`; nothing where that is this rank's own, or rows are pulled one by one.
-  __device__ __forceinline__ RowsOfToken(const PassData& data, const Peers& peers, const TokenOfRow<true>& token) {
-    if (!data.row_of_route || token.is_here(data)) return;
-    begin = static_cast<int>(peers.first_route[token.rank]) + static_cast<int>(token.token) * data.pass.sizes.top_k;
-  }
-  __device__ __forceinline__ bool known() const { return begin >= 0; }
-  // Calls f(row, row block) for each.
-  template <class F>
-  __device__ __forceinline__ void for_each(const PassData& data, F&& f) const {
-    if (!known()) return;
-    const auto* entry = reinterpret_cast<const int2*>(data.row_of_route) + begin;
-#pragma unroll 1
-    for (int left = data.pass.sizes.top_k; left > 0; --left, ++entry) {
-      const int2 there = __ldg(entry);
-      if (there.x > 0) f(there.x - 1, there.y);
-    }
-  }
-  // How many of them, which are known, are in row block `block`, if `row` is the first of all; otherwise 0.
-  __device__ __forceinline__ int in_block_if_first(const PassData& data, int row, int block) const {
-    const auto* entry = reinterpret_cast<const int2*>(data.row_of_route) + begin;
-    int in_block = 0;
-    bool first = true;
-#pragma unroll 4  // loads under way at a time
-    for (int j = 0; j < data.pass.sizes.top_k; ++j) {
-      const int2 there = __ldg(entry + j);
-      first &= there.x == 0 || there.x > row;
-      in_block += there.x > 0 && there.y == block;
-    }
-    return first ? in_block : 0;
-  }
-};
+// So that TokenOfRow can name a row that is packed here.
+__device__ __forceinline__ void place_packed_rows(const PassData& data, Peers& peers) {
+  peers.x[Peers::packed] = {data.packed_x, data.pass.sizes.hidden_size};
+  peers.dy[Peers::packed] = {data.packed_dy, data.pass.sizes.hidden_size};
+}
 
 // The routing weight of row `row` of a tile of routed experts.
 template <bool Ranks>
@@ -100,7 +69,7 @@ __device__ __forceinline__ float& dprob_of_row(const Work& work, const ExpertGro
   if constexpr (Ranks) return static_cast<float*>(work.row_place[row])[group];
   return tensors.dprob[std::int64_t(work.row_index[row]) * tensors.dprob_groups + group];
 }
-// dY of row `row` of the tile's group, counted over all of the group: of routed experts the packed copy, which lies near its
+// dY of row `row` of the tile's group, counted as packed_begin is: of routed experts the packed copy, which lies near its
 // neighbours and is in the second-level cache, of a shared one the token's own.
 __device__ __forceinline__ const bfloat16* dy_of_row(const PassData& data, const Work& work, std::int64_t row) {
   if (work.group == 0) return data.packed_dy + row * data.pass.sizes.hidden_size;

@@ -166,11 +166,12 @@ struct alignas(16) WeightedRow {
 };
 
 // The gradient of a bias of `columns` columns: over the rows of an expert, 64 at a time from its first, then over those
-// sums in order. row_of(r): row r of the expert's group. By one warpgroup, whose shared memory takes 64 rows at a time, so
+// sums in order. row_of(r): the r-th of the tile's rows. round_sums: where the sums of an expert lie that goes on in another round,
+// [columns] in each of two places. By one warpgroup, whose shared memory takes 64 rows at a time, so
 // that many values are on their way at once and not behind a chain of look-ups each.
 template <class RowOf>
 __device__ __forceinline__ void bias_gradient(const GradientTarget& targets, const Work& work, std::int64_t columns,
-                                              WeightedRow* staging, int group, int thread, RowOf&& row_of) {
+                                              WeightedRow* staging, float* const (&round_sums)[2], int group, int thread, RowOf&& row_of) {
   if (!targets || (work.sum_rows == 0 && targets.accumulate)) return;
   constexpr int together = 64;
   const GradientTarget target = targets.of(work.expert, columns);
@@ -179,11 +180,15 @@ __device__ __forceinline__ void bias_gradient(const GradientTarget& targets, con
        pass += cluster_blocks * consumer_threads * 8) {
     const std::int64_t column = pass + thread * 8;
     float total[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+    if (work.goes_on_from && column < columns) {
+#pragma unroll
+      for (int c = 0; c < 8; ++c) total[c] = __ldcg(round_sums[~work.round & 1] + column + c);
+    }
 #pragma unroll 1
     for (int begin = 0; begin < work.sum_rows; begin += together) {
       const int count = min(together, work.sum_rows - begin);
       named_barrier_sync(barrier_own + group, consumer_threads);  // the rows before have been read
-      if (thread < count) staging[thread] = row_of(work.row_begin + begin + thread);
+      if (thread < count) staging[thread] = row_of(begin + thread);
       named_barrier_sync(barrier_own + group, consumer_threads);
       if (column >= columns) continue;
       float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
@@ -198,22 +203,29 @@ __device__ __forceinline__ void bias_gradient(const GradientTarget& targets, con
 #pragma unroll
       for (int c = 0; c < 8; ++c) total[c] += sum[c];
     }
-    if (column < columns) store_gradient(target, column, total);
+    if (column >= columns) continue;
+    if (work.goes_on) {
+#pragma unroll
+      for (int c = 0; c < 8; ++c) round_sums[work.round & 1][column + c] = total[c];
+    } else {
+      store_gradient(target, column, total);
+    }
   }
 }
 __device__ __forceinline__ void gate_up_bias_gradient(const PassData& data, const Work& work, WeightedRow* staging,
                                                       int group, int thread) {
   const ExpertGroup& tensors = data.groups[work.group];
   const std::int64_t columns = data.pass.sizes.gate_up_factor * tensors.width;
-  bias_gradient(tensors.gate_up_bias_grad, work, columns, staging, group, thread,
-                [&](std::int64_t row) { return WeightedRow{tensors.d_pre_activation + row * columns, 1.0f}; });
+  bias_gradient(tensors.gate_up_bias_grad, work, columns, staging, data.round_sums.gate_up_bias, group, thread,
+                [&](int r) { return WeightedRow{tensors.d_pre_activation + (work.held_begin + std::int64_t(r)) * columns, 1.0f}; });
 }
 template <bool Ranks>
 __device__ __forceinline__ void down_bias_gradient(const PassData& data, const Work& work, WeightedRow* staging,
                                                    int group, int thread) {
   const schedule::Sizes& sizes = data.pass.sizes;
-  bias_gradient(data.groups[work.group].down_bias_grad, work, sizes.hidden_size, staging, group, thread,
-                [&](std::int64_t row) {
+  bias_gradient(data.groups[work.group].down_bias_grad, work, sizes.hidden_size, staging, data.round_sums.down_bias, group, thread,
+                [&](int r) {
+                  const std::int64_t row = work.row_begin + std::int64_t(r);
                   const std::int64_t index = work.group == 0 ? data.pass.layout.row_route[row] : row;
                   float weight = 1.0f;
                   if (work.group == 0) {
@@ -221,7 +233,7 @@ __device__ __forceinline__ void down_bias_gradient(const PassData& data, const W
                   } else if (data.shared_gates) {
                     weight = data.shared_gates[row * sizes.shared_experts + work.group - 1];
                   }
-                  return WeightedRow{dy_of_row(data, work, row), weight};
+                  return WeightedRow{dy_of_row(data, work, work.packed_begin + std::int64_t(r)), weight};
                 });
 }
 

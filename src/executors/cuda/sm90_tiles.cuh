@@ -17,6 +17,7 @@ __device__ __forceinline__ void assume(const schedule::Sizes& sizes) {
     __builtin_assume(sizes.peer_access);
   } else {
     __builtin_assume(sizes.ranks == 1);
+    __builtin_assume(sizes.round_rows == 0);
   }
 }
 
@@ -33,7 +34,7 @@ __device__ __noinline__ void describe(const PassData& data, const schedule::Coun
   TileDescription d{};
   d.stage = tile.stage;
   d.slot = tile.expert;
-  d.group = shared ? 1 + tile.expert - sizes.local_experts : 0;
+  d.group = static_cast<std::int16_t>(shared ? 1 + tile.expert - sizes.local_experts : 0);
   d.expert = shared ? 0 : tile.expert;
   d.row_block = static_cast<std::int32_t>(tile.row_block);
   d.column_block = tile.column_block;
@@ -42,19 +43,29 @@ __device__ __noinline__ void describe(const PassData& data, const schedule::Coun
   // in multiples of `unit`.
   auto share = [&](std::int32_t tile_columns, std::int64_t total, int unit) {
     d.column = tile.column_block * tile_columns;
-    d.columns = static_cast<std::int32_t>(schedule::min_of(tile_columns, total - d.column));
-    d.half = d.n = (d.columns + 2 * unit - 1) / (2 * unit) * unit;
+    d.columns = static_cast<std::uint16_t>(schedule::min_of(tile_columns, total - d.column));
+    d.half = d.n = static_cast<std::uint16_t>((d.columns + 2 * unit - 1) / (2 * unit) * unit);
   };
-  schedule::RowRange rows{};
+  auto begin_at = [&](std::int64_t row) {
+    d.row_begin = d.held_begin = d.packed_begin = static_cast<std::int32_t>(row);
+    if (!sizes.has_rounds() || shared) return;
+    d.held_begin -= static_cast<std::int32_t>(schedule::first_row_held(data.pass, tile));
+    d.packed_begin += static_cast<std::int32_t>(packed_from(data.pass, tile.round));
+    d.round = static_cast<std::uint8_t>(tile.round == 0 ? 0 : 2 | tile.round % 2);
+  };
   auto row_tile = [&](std::int64_t k) {
-    rows = schedule::tile_rows(data.pass, tile);
-    d.row_begin = static_cast<std::int32_t>(rows.begin);
+    const schedule::RowRange rows = schedule::tile_rows(data.pass, tile);
+    begin_at(rows.begin);
     d.rows = static_cast<std::int32_t>(rows.size());
     d.k_steps = steps(k);
   };
   auto sum_tile = [&](std::int64_t output_rows, std::int64_t output_columns) {
-    const schedule::RowRange all = data.pass.expert_rows(tile.expert);
-    d.row_begin = static_cast<std::int32_t>(all.begin);
+    const schedule::RowRange all = schedule::summed_rows(data.pass, tile);
+    begin_at(all.begin);
+    if (sizes.has_rounds() && !shared) {
+      const schedule::RowRange of_expert = data.pass.expert_rows(tile.expert);
+      d.goes_on_from = all.begin > of_expert.begin, d.goes_on = all.end < of_expert.end;
+    }
     d.sum_rows = static_cast<std::int32_t>(all.size());
     d.output_row = static_cast<std::int32_t>(tile.row_block) * sizes.tile.wgrad_rows;
     d.rows = static_cast<std::int32_t>(schedule::min_of(rows_per_tile, output_rows - d.output_row));
@@ -65,7 +76,7 @@ __device__ __noinline__ void describe(const PassData& data, const schedule::Coun
     case Stage::gate_up:
       row_tile(hidden);
       share(sizes.gate_up_columns(), width, sizes.gate_up_factor == 2 ? 32 : 64);
-      d.n *= sizes.gate_up_factor;
+      d.n = static_cast<std::uint16_t>(d.n * sizes.gate_up_factor);
       break;
     case Stage::down:
       row_tile(width);
@@ -100,7 +111,9 @@ __device__ __noinline__ void describe(const PassData& data, const schedule::Coun
   int arrivals = 0;
   schedule::for_each_wait(data.pass, map, tile, [&](const schedule::Wait& wait) {
     const std::uint32_t target = static_cast<std::uint32_t>(wait.target) * cluster_blocks;
-    if (wait.array == schedule::CounterArray::local) {
+    if (Ranks && wait.array == schedule::CounterArray::local && wait.begin >= map.round_done) {
+      d.round_before = {static_cast<std::int32_t>(wait.begin), target};
+    } else if (wait.array == schedule::CounterArray::local) {
       d.awaited = static_cast<std::int32_t>(wait.begin), d.awaited_count = static_cast<std::int32_t>(wait.count);
       d.low_target = target;
     } else {
@@ -110,7 +123,8 @@ __device__ __noinline__ void describe(const PassData& data, const schedule::Coun
   });
   schedule::for_each_signal(data.pass, map, tile, [&](const schedule::Signal& signal) {
     const bool local = signal.array == schedule::CounterArray::local;
-    (local ? d.raised : d.raised_arrival) = static_cast<std::int32_t>(signal.index);
+    const bool round = Ranks && local && signal.index >= map.round_done;
+    (round ? d.raised_round : local ? d.raised : d.raised_arrival) = static_cast<std::int32_t>(signal.index);
     if (Ranks && !local) d.raised_ranks |= static_cast<std::uint16_t>(1u << signal.rank);
   });
 
@@ -121,20 +135,20 @@ __device__ __noinline__ void describe(const PassData& data, const schedule::Coun
                                           schedule::block_index(data.pass, tile.expert, tile.row_block));
     d.awaited_count = 1, d.high_target = d.rows;
   } else if (tile.stage == Stage::gate_up_wgrad && packs_x_later(data)) {
-    d.high_target = packed_later<Ranks>(sizes);
+    d.high_target = packed_later(sizes);
   }
   const bool later = !shared && tile.stage == Stage::gate_up_dgrad && packs_x_later(data);
-  if (later || tile.stage == first_reader(sizes)) {
+  if (later || tile.stage == first_reader(sizes, tile.round)) {
     BlockRange blocks;
     std::int64_t part = tile.column_block, parts;
     if (shared) {
       blocks = packed_first(data.pass);
-      part += shared_readers_before(data.pass, tile.expert) + tile.row_block * first_reader_tiles(sizes, tile.expert);
+      part += shared_readers_before(data.pass, tile.expert) + tile.row_block * first_reader_tiles(sizes, tile.expert, 0);
       parts = shared_readers(data.pass);
     } else {
       const std::int64_t block = data.pass.layout.block_begin[tile.expert] + tile.row_block;
       blocks = later ? BlockRange{block, block + 1} : packed_beside(data.pass, block);
-      parts = later ? sizes.hidden_tiles() : first_reader_tiles(sizes, tile.expert);
+      parts = later ? sizes.hidden_tiles() : first_reader_tiles(sizes, tile.expert, tile.round);
     }
     if (blocks.begin < blocks.end) {
       const PackedPlace first = packed_place(data.pass, blocks, part, parts), last = packed_place(data.pass, blocks, part + 1, parts);
@@ -262,7 +276,11 @@ __device__ __forceinline__ void take_tiles(SharedMemory<N>& shared, int lane) {
       auto arrived = [&](int counter, std::uint32_t target) {
         return target == 0 || await<Ranks, Ranks>(data, data.counters.arrivals + counter, 1, target, 0, lane);
       };
-      const bool own_work_done = await<Ranks, false>(data, data.counters.local + local.x, local.y, local.z, local.w, lane);
+      bool own_work_done = await<Ranks, false>(data, data.counters.local + local.x, local.y, local.z, local.w, lane);
+      if constexpr (Ranks) {
+        const int2 round = __ldcg(reinterpret_cast<const int2*>(&tile.round_before));
+        if (round.y != 0) own_work_done = own_work_done && await<true, false>(data, data.counters.local + round.x, 1, round.y, 0, lane);
+      }
       if (!(own_work_done && arrived(arrivals.x, arrivals.y) && arrived(arrivals.z, arrivals.w))) {
         index = -1;
         if (lane == 0) give_up(data, tile, !own_work_done);
@@ -328,12 +346,13 @@ __device__ __forceinline__ void hand_on_tiles(SharedMemory<N>& shared, int lane)
     };
     const auto stage = static_cast<Stage>(word(offsetof(TileDescription, stage)));
     const int row_begin = word(offsetof(TileDescription, row_begin)), rows = word(offsetof(TileDescription, rows));
+    const int columns_and_half = word(offsetof(TileDescription, columns));
     const bool has_rows = stage == Stage::gate_up || stage == Stage::down || stage == Stage::down_dgrad ||
                           stage == Stage::gate_up_dgrad;
     std::int32_t row_index[rows_per_tile / 32];
     std::uint8_t row_rank[rows_per_tile / 32] = {};
     if (has_rows) {
-      const bool routed = word(offsetof(TileDescription, group)) == 0;
+      const bool routed = static_cast<std::int16_t>(word(offsetof(TileDescription, group))) == 0;
 #pragma unroll
       for (int i = 0; i < rows_per_tile / 32; ++i) {
         const int r = lane + 32 * i;
@@ -341,8 +360,8 @@ __device__ __forceinline__ void hand_on_tiles(SharedMemory<N>& shared, int lane)
         if (Ranks && routed && r < rows) row_rank[i] = data.row_rank[row_begin + r];
       }
     }
-    const int column = word(offsetof(TileDescription, column)), columns = word(offsetof(TileDescription, columns)),
-              half = word(offsetof(TileDescription, half)), k_steps = word(offsetof(TileDescription, k_steps)),
+    const int column = word(offsetof(TileDescription, column)), columns = columns_and_half & 0xffff,
+              half = columns_and_half >> 16, k_steps = word(offsetof(TileDescription, k_steps)),
               pack_block = word(offsetof(TileDescription, pack_block)),
               pack_row = word(offsetof(TileDescription, pack_row)),
               pack_rows = word(offsetof(TileDescription, pack_rows));
@@ -354,7 +373,7 @@ __device__ __forceinline__ void hand_on_tiles(SharedMemory<N>& shared, int lane)
       work.last = false;
       work.first_step = step;
       work.column = column + static_cast<int>(rank) * half;
-      work.columns = max(0, min(half, columns - static_cast<int>(rank) * half));
+      work.columns = static_cast<std::uint16_t>(max(0, min(half, columns - static_cast<int>(rank) * half)));
     }
     if (has_rows) {
 #pragma unroll
@@ -370,8 +389,7 @@ __device__ __forceinline__ void hand_on_tiles(SharedMemory<N>& shared, int lane)
     __syncwarp();
     step += k_steps;
     position.next();
-    const int missing = Ranks && stage == Stage::gate_up_dgrad && column == 0 ? rows_per_tile - rows : 0;
-    if (pack_block >= 0) packer.pack_blocks(stage, pack_row, pack_rows, pack_block, work.pack_first, missing);
+    if (pack_block >= 0) packer.pack_blocks(stage, pack_row, pack_rows, pack_block, work.pack_first);
   }
   // Counters are clean again once every block has stopped using them.
   const schedule::CounterMap& map = shared.map();
