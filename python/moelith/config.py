@@ -155,7 +155,7 @@ class PlanOptions:
     recompute: keep x and the routing table only; backward runs gate_up again.
     receive_capacity_factor: several ranks: the routed rows that buffers have room for, as a multiple of those that a
         balanced routing brings a rank; rows beyond are worked through in rounds. 0: chosen by the plan, 1.25 on
-        a CPU; math.inf: room for every row that may come, which is what a GPU always has: there other values are refused.
+        a CPU, math.inf on a GPU; math.inf: room for every row that may come.
     group: a moelith.Group; None: a group of one rank.
     expert_rank: the rank of each expert; empty: contiguous blocks of experts.
     tile_columns, shuffle_seed: for tests and tuning.
