@@ -29,7 +29,7 @@ struct PlanOptions {
   // and results are the same bits for any factor, which ranks may choose apart. Backward makes the pre-activation of rows
   // beyond the first round again (gate_up once more). 0: chosen by the plan, 1.25 on the CPU, infinity on a GPU; infinity:
   // room for every row that may come, R times that of a balanced routing, and on GPUs a token's row mostly crosses to a rank
-  // once, with a number once for each of its experts there. Of no effect for one rank, which gets T x k rows at most.
+  // once, where there may be rounds once for each of its experts there. Of no effect for one rank, which gets T x k rows at most.
   double receive_capacity_factor = 0;
   Group group = Group::single();
   // expert_rank[e]: the rank that holds expert e; empty: contiguous, the first E % R ranks hold one more. Local experts

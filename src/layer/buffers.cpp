@@ -39,7 +39,7 @@ SavedBuffer SavedBuffer::of(const Geometry& g, bool keep) {
   saved.row_route = places.add(4 * g.rows());
   saved.row_weight = places.add(accumulator * g.rows());
   saved.row_rank = places.add_if(g.sizes.peer_access, g.rows());
-  saved.first_row = places.add_if(g.copies_rows_here(), 8 * g.tokens_of_others());
+  saved.first_row = places.add_if(g.may_copy_rows_here(), 8 * g.tokens_of_others());
   saved.topk_ids = places.add(4 * g.routes());
   saved.topk_weights = places.add(accumulator * g.routes());
   saved.chosen_ids = places.add_if(g.config.router.capacity_factor > 0, 4 * g.routes());
@@ -101,7 +101,7 @@ BackwardWorkspace BackwardWorkspace::of(const Geometry& g, std::uint64_t router_
   workspace.activated = places.add(element * g.held_rows() * width);
   workspace.d_pre_activation = places.add(element * g.held_rows() * pre_width);
   for (Sums& sums : workspace.sums) {
-    const bool rounds = g.sizes.has_rounds();
+    const bool rounds = g.sizes.has_rounds() && g.local_experts > 0;
     const std::int64_t hidden = g.config.hidden_size;
     // On a GPU whole tiles.
     auto product = [&](std::int64_t m, std::int64_t n) {

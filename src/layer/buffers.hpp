@@ -3,6 +3,7 @@
 // (cuda_layer.cu: packed rows, descriptions of tiles, the counters of backward).
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -28,12 +29,17 @@ struct Geometry {
   std::int64_t routes() const { return tokens * config.top_k; }               // slots of this rank's tokens
   std::int64_t rows() const { return global_tokens * config.top_k; }          // routed rows that may come here, at most
   std::int64_t tokens_of_others() const { return global_tokens - tokens; }    // at most
-  // Whether a row of another rank's token is copied from one that is here already: there is room for all of them at once.
-  bool copies_rows_here() const { return sizes.peer_access && !sizes.has_rounds() && config.top_k > 1; }
+  // Whether a row of another rank's token may be copied from one that is here already; and is: there is room for all of them
+  // at once. (Room for what it takes is there in either case: buffers for many tokens are large enough for few.)
+  bool may_copy_rows_here() const { return sizes.peer_access && config.top_k > 1; }
+  bool copies_rows_here() const { return may_copy_rows_here() && !sizes.has_rounds(); }
   // Of those, the rows that pre-activation, activation and their gradients have room for at a time.
   std::int64_t held_rows() const { return sizes.has_rounds() ? sizes.round_rows : rows(); }
-  // Rows that are packed for the copy engine (device cuda): of two rounds at a time.
-  std::int64_t packed_rows() const { return sizes.has_rounds() ? 2 * sizes.round_rows : rows(); }
+  // Rows that are packed for the copy engine (device cuda): of two rounds at a time. The second place is for those that the
+  // first round leaves, which is short of its room by less than a row block.
+  std::int64_t packed_rows() const {
+    return sizes.has_rounds() ? std::min(2 * sizes.round_rows, rows() + sizes.tile.row_block) : rows();
+  }
   std::int64_t received_rows() const { return ranks * max_chunks * sizes.chunk_tokens; }
   std::int64_t dprob_groups(std::int64_t width) const;
 };
@@ -51,8 +57,8 @@ struct SavedBuffer {
   std::uint64_t stamp;
   std::uint64_t layout_header, row_route, row_weight;   // int64 [header_length], int32 [rows], T [rows]
   std::uint64_t row_rank;                               // uint8 [rows]: the rank of each, with peer access
-  std::uint64_t first_row;                              // 8 bytes for each token of other ranks, with peer access where
-                                                        // rows are copied here from each other; otherwise absent
+  std::uint64_t first_row;                              // 8 bytes for each token of other ranks, where rows may be copied
+                                                        // here from each other; otherwise absent
   std::uint64_t topk_ids, topk_weights, chosen_ids;     // int32 [T, k], T [T, k], int32 [T, k]
   std::uint64_t counts;                                 // int64 [E + 1]: routes before capacity, and valid tokens, as the
                                                         // aux loss counts them (of all ranks for the global one)
@@ -81,13 +87,13 @@ struct ForwardWorkspace {
 
 struct BackwardWorkspace {
   std::uint64_t local_counters, arrivals;
-  std::uint64_t pre_activation;                         // [held rows, F I] of the first round, when recomputing
+  std::uint64_t pre_activation;                         // [held rows, F I], when recomputing
   std::vector<std::uint64_t> shared_pre_activation;
   std::uint64_t activated, d_pre_activation;            // [held rows, I], [held rows, F I]
   // With rounds, of the expert that goes on in the next one, twice: sums of its gradients in the accumulator dtype. Their
   // size does not depend on the number of tokens.
   struct Sums {
-    std::uint64_t gate_up, gate_up_bias, down, down_bias;  // [F I, H], [F I], [H, I], [H]
+    std::uint64_t gate_up, gate_up_bias, down, down_bias;  // [F I, H], [F I], [H, I], [H]; on a GPU weights' in whole tiles
   };
   Sums sums[2];
   std::vector<std::uint64_t> shared_activated, shared_d_pre_activation;

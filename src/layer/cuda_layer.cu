@@ -50,7 +50,7 @@ routing::DeviceFloats floats_of(const TensorView& view) {
 // Rows move 16 bytes at a time.
 void check_rows(const TensorView& view, const char* name, std::int64_t shared = -1) {
   if (!view.given() || view.numel() == 0) return;
-  auto full_name = [&] { return shared < 0 ? std::string(name) : "shared[" + std::to_string(shared) + "]." + name; };
+  auto full_name = [&] { return shared < 0 ? std::string(name) : "shared." + std::to_string(shared) + "." + name; };
   const auto address = reinterpret_cast<std::uintptr_t>(view.data);
   if (address % 16 != 0) throw Error(Status::invalid_argument, full_name() + ": got memory that is not aligned, accepted is an address divisible by 16");
   if (view.rank == 2 && view.shape[0] > 1 && view.stride[0] * std::int64_t(size_of(view.dtype)) % 16 != 0) {
@@ -311,7 +311,7 @@ class CudaLayer final : public DeviceLayer {
     job.zero[0] = {data.counters.local, map.local_size};
     // Of several ranks passes leave them at zero.
     if (!ranks_) job.zero[1] = {data.counters.arrivals, map.arrivals_size};
-    if (kept.first_row != absent) job.zero[1] = {at<unsigned long long>(tables, kept.first_row), geometry.tokens_of_others()};
+    if (geometry.copies_rows_here()) job.zero[1] = {at<unsigned long long>(tables, kept.first_row), geometry.tokens_of_others()};
     job.zero[2] = {data.counters.control, PassCounters::control_counters};
     if (keep) {
       job.zero[3] = {at<unsigned long long>(saved, extras.local_counters), map.local_size};
@@ -557,21 +557,21 @@ class CudaLayer final : public DeviceLayer {
     auto& sizes = data.pass.sizes;
     sizes.want_dx = gradients.x.given() || ranks_;  // of several ranks: others' tiles write into it
     sizes.want_gate_up_wgrad = sizes.want_down_wgrad = sizes.want_gate_up_bias_grad = sizes.want_down_bias_grad = false;
-    auto target = [](const Gradient& gradient, const char* name, bool& wanted) {
+    auto target = [](const Gradient& gradient, const char* name, std::int64_t shared, bool& wanted) {
       GradientTarget t;
       if (!gradient.tensor.given()) return t;
-      check_rows(gradient.tensor, name);
+      check_rows(gradient.tensor, name, shared);
       wanted = true;
       t.data = gradient.tensor.data;
       t.is_float = gradient.tensor.dtype == DataType::float32;
       t.accumulate = gradient.accumulate;
       return t;
     };
-    auto set = [&](ExpertGroup& group, const auto& g) {
-      group.gate_up_grad = target(g.gate_up_proj, "d_gate_up_proj", sizes.want_gate_up_wgrad);
-      group.gate_up_bias_grad = target(g.gate_up_bias, "d_gate_up_bias", sizes.want_gate_up_bias_grad);
-      group.down_grad = target(g.down_proj, "d_down_proj", sizes.want_down_wgrad);
-      group.down_bias_grad = target(g.down_bias, "d_down_bias", sizes.want_down_bias_grad);
+    auto set = [&](ExpertGroup& group, const auto& g, std::int64_t shared = -1) {
+      group.gate_up_grad = target(g.gate_up_proj, "d_gate_up_proj", shared, sizes.want_gate_up_wgrad);
+      group.gate_up_bias_grad = target(g.gate_up_bias, "d_gate_up_bias", shared, sizes.want_gate_up_bias_grad);
+      group.down_grad = target(g.down_proj, "d_down_proj", shared, sizes.want_down_wgrad);
+      group.down_bias_grad = target(g.down_bias, "d_down_bias", shared, sizes.want_down_bias_grad);
     };
     auto& routed = data.groups[0];
     routed.pre_activation = geometry.recompute ? at<bfloat16>(workspace, scratch.pre_activation) : at<bfloat16>(saved, kept.pre_activation);
@@ -606,7 +606,7 @@ class CudaLayer final : public DeviceLayer {
       group.d_pre_activation = at<bfloat16>(workspace, scratch.shared_d_pre_activation[s]);
       group.slots = at<bfloat16>(workspace, scratch.shared_rows[s]);
       group.dprob = at<float>(workspace, scratch.shared_dprob[s]);
-      if (!gradients.weights.shared.empty()) set(group, gradients.weights.shared[s]);
+      if (!gradients.weights.shared.empty()) set(group, gradients.weights.shared[s], std::int64_t(s));
     }
     const bool want_dz = sizes.want_dx || sizes.want_gate_up_wgrad || sizes.want_gate_up_bias_grad;
     for (std::size_t i = 0; i <= shared_count_; ++i) {

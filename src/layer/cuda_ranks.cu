@@ -145,7 +145,7 @@ void CudaRanks::complete(PassData& data, void* tables, const SavedBuffer& kept) 
   data.peers = job_.peers;
   data.row_rank = reinterpret_cast<std::uint8_t*>(base + kept.row_rank);
   data.row_weight = reinterpret_cast<float*>(base + kept.row_weight);
-  if (kept.first_row != absent) data.first_row = reinterpret_cast<unsigned long long*>(base + kept.first_row);
+  if (kept.first_row != absent && !data.pass.sizes.has_rounds()) data.first_row = reinterpret_cast<unsigned long long*>(base + kept.first_row);
   data.last_pass = tables_.last_pass;
   data.stopped = tables_.stopped;
   data.stop = job_.stop;

@@ -243,6 +243,11 @@ TEST(CudaRanks, GraphsReplayWithOtherInputs) {
   }
 }
 
+void expect_room_for_some_rows(const Plan& plan) {
+  const std::string formula = plan.buffer_sizes(plan.options().max_tokens).formula;
+  EXPECT_NE(formula.find("routed rows out of"), std::string::npos) << formula;
+}
+
 // Room for some of the rows that may come: further rounds, with the same bits.
 TEST(CudaRanks, RoundsGiveTheSameBits) {
   constexpr double all_rows = std::numeric_limits<double>::infinity(), nan = std::numeric_limits<double>::quiet_NaN();
@@ -266,6 +271,7 @@ TEST(CudaRanks, RoundsGiveTheSameBits) {
           options.receive_capacity_factor = {factor};
           options.recompute = factor == 1.0;
           options.bound = factor == 0.5;
+          if (factor != all_rows && !options.recompute) options.with_plan = expect_room_for_some_rows;
           expect_identical(run_gpu(p, options), one,
                            std::to_string(split.size()) + " ranks, factor " + std::to_string(factor) + ", routes to " +
                                std::to_string(experts) + " experts",
@@ -274,6 +280,32 @@ TEST(CudaRanks, RoundsGiveTheSameBits) {
       }
     }
   }
+}
+
+// Buffers for many tokens are large enough for few, where rounds begin in between.
+TEST(CudaRanks, BuffersGrowWithTokens) {
+  LayerConfig config;
+  config.hidden_size = config.intermediate_size = 64, config.num_experts = 8, config.top_k = 2;
+  const auto groups = Group::threads(2);
+  std::vector<std::thread> threads;
+  for (int r = 0; r < 2; ++r) {
+    threads.emplace_back([&, r] {
+      PlanOptions options;
+      options.device = DeviceKind::cuda;
+      options.max_tokens = 1024;
+      options.group = groups[r];
+      options.receive_capacity_factor = 1.9;
+      const Plan plan = Plan::create(config, options);
+      BufferSizes before;
+      for (std::int64_t t = 0; t <= 1024; ++t) {
+        const BufferSizes now = plan.buffer_sizes(t);
+        EXPECT_GE(now.saved, before.saved) << t;
+        EXPECT_GE(now.workspace, before.workspace) << t;
+        before = now;
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
 }
 
 // More row blocks than are packed before all tiles, in rounds that are shorter and longer than those.
@@ -285,6 +317,7 @@ TEST(CudaRanks, RoundsOfManyRowBlocks) {
   for (const double factor : {0.1, 0.4, 0.9}) {
     RunOptions options = on_ranks({1500, 1100});
     options.receive_capacity_factor = {factor, 2.0 * factor};
+    if (factor < 0.9) options.with_plan = expect_room_for_some_rows;
     expect_identical(run_gpu(p, options), one, "factor " + std::to_string(factor), of_each_rank(p));
   }
 }

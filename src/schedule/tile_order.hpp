@@ -286,7 +286,7 @@ inline std::int64_t max_tile_count(const Sizes& sizes) {
   if (sizes.direction == Direction::backward) {
     count += weight_gradient_tile_count(sizes, sizes.local_experts, true);
     // One expert at most goes on from one round to the next.
-    if (sizes.has_rounds()) count += (sizes.max_rounds - 1) * weight_gradient_tile_count(sizes, 1, false);
+    if (sizes.has_rounds() && sizes.local_experts > 0) count += (sizes.max_rounds - 1) * weight_gradient_tile_count(sizes, 1, false);
   }
   return count;
 }

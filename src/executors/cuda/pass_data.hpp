@@ -145,7 +145,7 @@ struct PassData {
   std::int32_t trace_room = 0;
   numerics::Activation activation;
   bool weight_after_down = true;  // of the routed experts
-  std::int64_t total_rows = 0;    // rows that the routed groups' tensors have room for: T k, or of several ranks fewer,
+  std::int64_t total_rows = 0;    // rows that the routed groups' tensors have room for: all ranks' T k, or fewer,
                                   // which are then worked through in rounds
   std::int64_t packed_rows = 0;   // and packed_x and packed_dy: as many, or with rounds twice as many
   // With rounds, backward: the sums of an expert that goes on in the next round, in two places that rounds take in turns.

@@ -125,16 +125,11 @@ __device__ __forceinline__ void deposit_float(const Sums<N>& sums, int first, st
     store_shared_8(staging + row * 128 + ((g ^ (row & 3)) << 5) + (lane % 4) * 8, v[0], v[1]);
   }
 }
-// Columns 4 quad .. 4 quad + 3 of a row, or 8 of them from 8 octet on.
-__device__ __forceinline__ void staged_floats(std::uint32_t staging, int row, int quad, float (&f)[4]) {
-  const uint4 v = load_shared_16(staging + row * 128 + ((quad / 2 ^ (row & 3)) << 5) + quad % 2 * 16);
-  f[0] = __uint_as_float(v.x), f[1] = __uint_as_float(v.y), f[2] = __uint_as_float(v.z), f[3] = __uint_as_float(v.w);
-}
 __device__ __forceinline__ void staged_floats(std::uint32_t staging, int row, int octet, float (&f)[8]) {
-  float low[4], high[4];
-  staged_floats(staging, row, 2 * octet, low), staged_floats(staging, row, 2 * octet + 1, high);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) f[i] = low[i], f[4 + i] = high[i];
+  const std::uint32_t place = staging + row * 128 + ((octet ^ (row & 3)) << 5);
+  const uint4 a = load_shared_16(place), b = load_shared_16(place + 16);
+  f[0] = __uint_as_float(a.x), f[1] = __uint_as_float(a.y), f[2] = __uint_as_float(a.z), f[3] = __uint_as_float(a.w);
+  f[4] = __uint_as_float(b.x), f[5] = __uint_as_float(b.y), f[6] = __uint_as_float(b.z), f[7] = __uint_as_float(b.w);
 }
 
 struct Warp {
@@ -397,38 +392,42 @@ __device__ __forceinline__ void activation_gradient_of(const PassData& data, con
   }
 }
 
+// y = p (W a + b): the bias has its share in dprob, unless p multiplies before it. All tiles of a row block, and both halves of
+// each, have some of its rows.
+template <bool Ranks>
+__device__ __forceinline__ void bias_share_of_dprob(const PassData& data, const Work& work, const Warp& warp) {
+  const schedule::Sizes& sizes = data.pass.sizes;
+  const ExpertGroup& tensors = data.groups[work.group];
+  if (!tensors.down_bias) return;
+  const bool after_down = work.group > 0 || data.weight_after_down;
+  const int lane = warp.lane;
+  const std::int64_t hidden = sizes.hidden_size;
+  const bf16* bias = tensors.down_bias.of(work.expert, hidden);
+  const int parts = sizes.down_dgrad_tiles(work.slot) * cluster_blocks,
+            part = work.column_block * cluster_blocks + static_cast<int>(cluster_rank());
+  for (int row = warp.index * parts + part; row < work.rows; row += 4 * parts) {
+    const bf16* dy = dy_of_row(data, work, work.packed_begin + row);
+    float dot = 0.0f;
+#pragma unroll 4
+    for (std::int64_t c = lane * 8; after_down && c < hidden; c += 256) {
+      float u[8], v[8];
+      unpack(load_16_shared_by_sms(dy + c), u);
+      unpack(load_16(bias + c), v);
+      for (int j = 0; j < 8; ++j) dot += u[j] * v[j];
+    }
+    for (int distance = 16; distance > 0; distance /= 2) dot += __shfl_xor_sync(~0u, dot, distance);
+    if (lane == 0) dprob_of_row<Ranks>(work, tensors, row, tensors.dprob_groups - 1) = dot;
+  }
+}
+
 template <int N, bool Ranks>
 __device__ __forceinline__ void activation_gradient(const PassData& data, const Sums<N>& sums, const Work& work,
                                                     const Warp& warp) {
   numerics::with_activation_kind(data.activation.kind, [&]<ActivationKind Kind>() {
     activation_gradient_of<Kind, N, Ranks>(data, sums, work, warp);
   });
-  const schedule::Sizes& sizes = data.pass.sizes;
-  const ExpertGroup& tensors = data.groups[work.group];
-  const bool after_down = work.group > 0 || data.weight_after_down;
-  const int lane = warp.lane;
   __syncwarp();
-  // y = p (W a + b): the bias has its share in dprob, unless p multiplies before it. All tiles of a row block, and both halves
-  // of each, have some of its rows.
-  if (tensors.down_bias) {
-    const std::int64_t hidden = sizes.hidden_size;
-    const bf16* bias = tensors.down_bias.of(work.expert, hidden);
-    const int parts = sizes.down_dgrad_tiles(work.slot) * cluster_blocks,
-              part = work.column_block * cluster_blocks + static_cast<int>(cluster_rank());
-    for (int row = warp.index * parts + part; row < work.rows; row += 4 * parts) {
-      const bf16* dy = dy_of_row(data, work, work.packed_begin + row);
-      float dot = 0.0f;
-#pragma unroll 4
-      for (std::int64_t c = lane * 8; after_down && c < hidden; c += 256) {
-        float u[8], v[8];
-        unpack(load_16_shared_by_sms(dy + c), u);
-        unpack(load_16(bias + c), v);
-        for (int j = 0; j < 8; ++j) dot += u[j] * v[j];
-      }
-      for (int distance = 16; distance > 0; distance /= 2) dot += __shfl_xor_sync(~0u, dot, distance);
-      if (lane == 0) dprob_of_row<Ranks>(work, tensors, row, tensors.dprob_groups - 1) = dot;
-    }
-  }
+  bias_share_of_dprob<Ranks>(data, work, warp);
 }
 
 }  // namespace moelith::executors::cuda::sm90

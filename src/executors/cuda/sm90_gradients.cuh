@@ -168,7 +168,7 @@ __device__ __forceinline__ float4* round_sums_of(const PassData& data, const Wor
 __device__ const float4 no_sums{};
 template <int N>
 __device__ __forceinline__ void read_round_sums(const PassData& data, Sums<N>& sums, const Work& work) {
-  const float4* const from = work.goes_on_from ? round_sums_of<N>(data, work, ~work.round & 1) : &no_sums;
+  const float4* const from = work.goes_on_from ? round_sums_of<N>(data, work, schedule::sum_place(work.round - 1)) : &no_sums;
   const int stride = work.goes_on_from ? consumer_threads : 0;
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
@@ -183,7 +183,7 @@ __device__ __forceinline__ void read_round_sums(const PassData& data, Sums<N>& s
 }
 template <int N>
 __device__ __forceinline__ void write_round_sums(const PassData& data, const Sums<N>& sums, const Work& work) {
-  float4* to = round_sums_of<N>(data, work, work.round & 1);
+  float4* to = round_sums_of<N>(data, work, schedule::sum_place(work.round));
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
 #pragma unroll

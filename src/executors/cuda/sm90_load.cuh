@@ -10,13 +10,14 @@ namespace moelith::executors::cuda::sm90 {
 // What a loading warp needs of a tile.
 struct LoadJob {
   Stage stage;
-  bool last, sums_rows;
+  bool last, sums_rows, later_round;
   int group, expert, rows, column, blocks, output_row, k_steps;
   int a_row, b_row;  // the first row that A is loaded from; B's of a weight gradient or combine, or that of the pre-activation
   __device__ explicit LoadJob(const Work& work)
       : stage(work.stage),
         last(work.last),
         sums_rows(work.stage == Stage::gate_up_wgrad || work.stage == Stage::down_wgrad),
+        later_round(work.round != 0),
         group(work.group),
         expert(work.expert),
         rows(work.rows),
@@ -107,7 +108,8 @@ __device__ __forceinline__ void load_b(const Parameters& p, SharedMemory<N>& sha
     // A box of gate_up_proj: 32 gate rows and the 32 up rows that belong to them; without a gate the next 64 rows.
     const int factor = sizes.gate_up_factor, width = static_cast<int>(shared.data().groups[job.group].width);
     const int next = WeightBoxes::gate_up_rows(factor);
-    if (job.stage == Stage::down_dgrad) {  // its epilogue reads the pre-activation, which is nowhere near
+    // Its epilogue reads the pre-activation, which is nowhere near; that of a later round has just been made.
+    if (job.stage == Stage::down_dgrad && !(job.later_round && !sizes.recompute)) {
       const int boxes = (job.rows > 64 ? 4 : 2) * job.blocks * factor;
       for (int i = lane; i < boxes; i += 32) {
         const int box = i / factor;

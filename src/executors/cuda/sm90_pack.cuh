@@ -3,7 +3,7 @@
 //   - The rows that the first stage of the routed pipeline reads: its tile of row block b and column tile c of C has
 //     beside it the c-th part of the rows of a block up to a group further (packed_beside). At first these are two blocks
 //     for one, so that few have to be there before the first tile: those few (first_packed_blocks) are copied
-//     beside the tiles of shared experts, and where there are none by all warps before anything else. A tile that copies
+//     beside the tiles of shared experts, and where these are few or none by all warps before anything else. A tile that copies
 //     stands in the order before those that wait for it, and whoever takes it copies without waiting for anyone. So the
 //     order of the schedule still makes progress.
 //   - x in backward, which only the weight gradients read unless gate_up runs again: beside the tiles of gate_up_dgrad,
@@ -60,11 +60,8 @@ struct BlockRange {
 // The round that a row block is in, and where among the packed rows those of a round lie, from where they are counted: every
 // other round in the same place.
 __device__ inline std::int32_t round_of_block(const schedule::Pass& pass, std::int64_t block) {
-  std::int32_t round = 0;
-  if (pass.sizes.has_rounds()) {
-    while (round + 1 < pass.rounds() && pass.layout.round_block[round + 1] <= block) ++round;
-  }
-  return round;
+  if (!pass.sizes.has_rounds()) return 0;
+  return schedule::expert_of_block(pass.layout.round_block, pass.rounds(), block);  // the last that begins there or before
 }
 __device__ inline std::int64_t packed_from(const schedule::Pass& pass, std::int32_t round) {
   return pass.sizes.has_rounds() ? round % 2 * pass.sizes.round_rows - pass.layout.round_row[round] : 0;
@@ -107,6 +104,10 @@ __device__ inline std::int64_t shared_readers_before(const schedule::Pass& pass,
 __device__ inline std::int64_t shared_readers(const schedule::Pass& pass) {
   return shared_readers_before(pass, pass.sizes.local_experts + pass.sizes.shared_experts);
 }
+// Whether they have the first rows beside them: not where they are so few that all would wait for them.
+__device__ inline bool shared_readers_pack(const schedule::Pass& pass) {
+  return pass.sizes.local_experts > 0 && shared_readers(pass) >= packed_first(pass).end && shared_readers(pass) > 0;
+}
 // Where part `part` of `parts` of the blocks' rows begins: each block is divided by itself.
 struct PackedPlace {
   std::int64_t block, row;
@@ -131,7 +132,7 @@ template <bool Ranks>
 __device__ __forceinline__ void pack_first_rows(const PassData& data, const Peers& peers, const schedule::CounterMap& map,
                                                 int warp, int lane) {
   const schedule::Pass& pass = data.pass;
-  if (pass.sizes.local_experts == 0 || shared_readers(pass) > 0) return;
+  if (pass.sizes.local_experts == 0 || shared_readers_pack(pass)) return;
   constexpr int units = 16;  // of a block
   const std::int64_t blocks = packed_first(pass).end;
   if (warp * std::int64_t(gridDim.x) >= blocks * units) return;

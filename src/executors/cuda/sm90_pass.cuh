@@ -27,7 +27,7 @@ using schedule::Stage;
 inline constexpr int threads = 384, first_consumer = 128, consumer_threads = 128;
 inline constexpr int cluster_blocks = 2;
 inline constexpr int rows_per_tile = 128, depth = 64;  // rows of A, k of a stage
-// In the order of tiles (schedule/tile_order.hpp), and row blocks that are packed before all tiles (sm90_pack.cuh).
+// In the order of tiles (schedule/tile_order.hpp), and row blocks that are packed before those of routed experts (sm90_pack.cuh).
 inline constexpr int group_blocks = 192, raster_blocks = 24, first_packed_blocks = 32;
 static_assert(first_packed_blocks >= raster_blocks);
 inline constexpr int box_rows = 32;                    // of A: half of the 64 rows that one product takes

@@ -182,7 +182,7 @@ __device__ __forceinline__ void bias_gradient(const GradientTarget& targets, con
     float total[8] = {0, 0, 0, 0, 0, 0, 0, 0};
     if (work.goes_on_from && column < columns) {
 #pragma unroll
-      for (int c = 0; c < 8; ++c) total[c] = __ldcg(round_sums[~work.round & 1] + column + c);
+      for (int c = 0; c < 8; ++c) total[c] = __ldcg(round_sums[schedule::sum_place(work.round - 1)] + column + c);
     }
 #pragma unroll 1
     for (int begin = 0; begin < work.sum_rows; begin += together) {
@@ -206,7 +206,7 @@ __device__ __forceinline__ void bias_gradient(const GradientTarget& targets, con
     if (column >= columns) continue;
     if (work.goes_on) {
 #pragma unroll
-      for (int c = 0; c < 8; ++c) round_sums[work.round & 1][column + c] = total[c];
+      for (int c = 0; c < 8; ++c) round_sums[schedule::sum_place(work.round)][column + c] = total[c];
     } else {
       store_gradient(target, column, total);
     }

@@ -142,7 +142,7 @@ __device__ __noinline__ void describe(const PassData& data, const schedule::Coun
     BlockRange blocks;
     std::int64_t part = tile.column_block, parts;
     if (shared) {
-      blocks = packed_first(data.pass);
+      blocks = shared_readers_pack(data.pass) ? packed_first(data.pass) : BlockRange{0, 0};
       part += shared_readers_before(data.pass, tile.expert) + tile.row_block * first_reader_tiles(sizes, tile.expert, 0);
       parts = shared_readers(data.pass);
     } else {
