@@ -1,8 +1,8 @@
 // Ranks as processes: the same bits as one rank has, and what happens when one of them dies or does not come.
-#include <atomic>
 #include <gtest/gtest.h>
 
 #include <array>
+#include <atomic>
 #include <csignal>
 #include <filesystem>
 #include <random>
