@@ -21,6 +21,7 @@
 
 #include "moelith/layer.hpp"
 #include "tensors.cuh"
+#include "tests/spin.cuh"
 
 namespace {
 
@@ -30,14 +31,6 @@ struct Shape {
   std::int32_t experts, top_k;
   std::int64_t tokens;  // of a rank
 };
-
-__global__ void idle(unsigned long long nanoseconds) {
-  unsigned long long begin, now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
-  do {
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  } while (now - begin < nanoseconds);
-}
 
 // Rows [begin, begin + count) of a tensor.
 TensorView rows_of(const TensorView& all, std::int64_t begin, std::int64_t count) {
@@ -226,7 +219,7 @@ class Bench {
     std::vector<double> times;
     for (int round = 0; round < 53; ++round) {
       refresh(ranks, 100 + static_cast<std::uint64_t>(round));
-      idle<<<1, 1, 0, ranks[0]->stream>>>(300'000);  // the host is done launching before the devices begin
+      test::spin<<<1, 1, 0, ranks[0]->stream>>>(300'000);  // the host is done launching before the devices begin
       const double us = 1e3 * time(ranks, 1, [](const Rank& rank) {
         check(cudaSetDevice(rank.gpu), "cudaSetDevice");
         check(cudaGraphLaunch(rank.replay, rank.stream), "replay");

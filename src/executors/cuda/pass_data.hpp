@@ -147,7 +147,7 @@ struct PassData {
   bool weight_after_down = true;  // of the routed experts
   std::int64_t total_rows = 0;    // rows that the routed groups' tensors have room for: all ranks' T k, or fewer,
                                   // which are then worked through in rounds
-  std::int64_t packed_rows = 0;   // and packed_x and packed_dy: as many, or with rounds twice as many
+  std::int64_t packed_rows = 0;   // and packed_x and packed_dy: as many, or with rounds up to twice as many
   // With rounds, backward: the sums of an expert that goes on in the next round, in two places that rounds take in turns.
   // Weights': whole tiles, each thread's values as it holds them.
   struct RoundSums {

@@ -106,7 +106,8 @@ __device__ inline std::int64_t shared_readers(const schedule::Pass& pass) {
 }
 // Whether they have the first rows beside them: not where they are so few that all would wait for them.
 __device__ inline bool shared_readers_pack(const schedule::Pass& pass) {
-  return pass.sizes.local_experts > 0 && shared_readers(pass) >= packed_first(pass).end && shared_readers(pass) > 0;
+  const std::int64_t readers = shared_readers(pass);
+  return readers > 0 && readers >= packed_first(pass).end;
 }
 // Where part `part` of `parts` of the blocks' rows begins: each block is divided by itself.
 struct PackedPlace {
