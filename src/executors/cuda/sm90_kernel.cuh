@@ -195,7 +195,6 @@ __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ P
       barrier_init(shared_address(&shared.nearly_loaded[w]), 32);
       barrier_init(shared_address(&shared.mail_empty[w]), mail_empty_arrivals);
     }
-    barrier_init(shared_address(&shared.packing_full), 1);
     fence_barrier_init();
   } else if (thread == 32) {
     const GroupMaps& maps = p.maps[0];

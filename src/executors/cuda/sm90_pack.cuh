@@ -223,7 +223,10 @@ class Packer {
     const int count = last > first ? (last - first + cluster_blocks - 1) / cluster_blocks : 0;
     publish();
     if constexpr (Ranks) from_ = static_cast<int>(packed_from(data.pass, round_of_block(data.pass, block)));
-    for (int begin = first; begin < last; begin += 32 * cluster_blocks) copy(x, dy, begin, last);
+    for (int begin = first; begin < last; begin += 32 * cluster_blocks) {
+      if (x) copy<true>(begin, last);
+      if (dy) copy<false>(begin, last);
+    }
     counter_ = static_cast<int>(later ? map.down_dgrad_done : map.gate_up_done) + block;
     amount_ = later ? 1 : count;
     later_ = later;
@@ -234,7 +237,6 @@ class Packer {
   // this warp waits for anything that might wait for them.
   __device__ __forceinline__ void publish() {
     if (amount_ == 0) return;
-    bulk_wait();
     finish_packing();
     if (lane_ == 0) {
       add_release(shared_.data().counters.local + counter_, static_cast<unsigned long long>(amount_) << packed_shift);
@@ -260,55 +262,69 @@ class Packer {
     }
   }
 
-  // Rows first, first + cluster_blocks, .. before last, 32 at most.
-  __device__ __forceinline__ void copy(bool x, bool dy, int first, int last) {
+  // Rows first, first + cluster_blocks, .. before last, 32 at most, of x or of dY: in pieces, of which as many as there is room
+  // for are on their way. A lane stores what it asked for itself, so that no lane waits for another.
+  template <bool OfX>
+  __device__ __forceinline__ void copy(int first, int last) {
     const PassData& data = shared_.data();
-    const int hidden = static_cast<int>(data.pass.sizes.hidden_size);
-    // As large pieces as there may be: the copy engine's time goes by pieces.
-    const int pieces = (2 * hidden + Shape::pack_piece - 1) / Shape::pack_piece,
-              elements = ((hidden + pieces - 1) / pieces + 7) / 8 * 8, at_once = min(32, Shape::pack_bytes / (2 * elements)),
-              per_row = pieces * ((x ? 1 : 0) + (dy ? 1 : 0));
-    const int mine = first + lane_ * cluster_blocks;
+    const int hidden = static_cast<int>(data.pass.sizes.hidden_size), mine = first + lane_ * cluster_blocks;
     TokenOfRow<Ranks> own(data, mine, last);
     if constexpr (Ranks) {
-      if (mine < last) own = nearest(data, shared_.peers(), shared_.map(), own, mine, x && packs_x_later(data));
+      if (mine < last) own = nearest(data, shared_.peers(), shared_.map(), own, mine, OfX && packs_x_later(data));
       __syncwarp();
-      fence_async_all();  // the copy engine reads what counters have told of
     }
-    // All of them into the second-level cache at once; but not other ranks': on another GPU that takes sixty times as long as
-    // loading them (6 instead of 360 GB/s on two H200s).
-    if (mine < last && own.is_here(data)) {
-      if (x) bulk_prefetch(own.x(data, shared_.peers()), 2 * hidden);
-      if (dy) bulk_prefetch(own.dy(data, shared_.peers()), 2 * hidden);
-    }
-    __syncwarp();
-    const int rows = min(32, (last - first + cluster_blocks - 1) / cluster_blocks), all = rows * per_row;
-    const std::uint32_t place = shared_address(shared_.packing) + lane_ * 2 * elements;
-    const std::uint32_t full = shared_address(&shared_.packing_full);
+    const int rows = min(32, (last - first + cluster_blocks - 1) / cluster_blocks);
+    // Of a piece a lane has 8 elements of each 256. Counted from 0: the next piece to ask for, and to store; and where that
+    // begins, as a row and this lane's first element.
+    const std::uint32_t place = shared_address(shared_.packing) + lane_ * 16;
+    std::uint32_t asked = 0, stored = 0;
+    int asked_row = 0, asked_column = lane_ * 8;
+    auto ask = [&] {
+      if (asked_row < rows) {
+        const TokenOfRow<Ranks> token = own.of_lane(asked_row);
+        const bfloat16* from = (OfX ? token.x(data, shared_.peers()) : token.dy(data, shared_.peers())) + asked_column;
+        std::uint32_t to = place + asked % slots * (2 * piece);
+#pragma unroll
+        for (int i = 0; i < piece / 256; ++i) {
+          if (asked_column + i * 256 < hidden) copy_async<16>(to + i * 512, from + i * 256);
+        }
+        asked_column += piece;
+        if (asked_column - lane_ * 8 >= hidden) asked_column = lane_ * 8, ++asked_row;
+      }
+      ++asked;
+      copies_commit();  // an empty one too: they are counted
+    };
 #pragma unroll 1
-    for (int begin = 0; begin < all; begin += at_once) {
-      const int piece = begin + lane_, r = piece / per_row, inside = piece - r * per_row;
-      const bool there = lane_ < at_once && piece < all, of_x = x && inside < pieces;
-      const TokenOfRow<Ranks> from = own.of_lane(r & 31);
-      const std::int64_t to = first + r * cluster_blocks + (Ranks ? from_ : 0);
-      const int column = (of_x || !x ? inside : inside - pieces) * elements;
-      const std::uint32_t bytes = there ? 2 * min(elements, hidden - column) : 0, sum = __reduce_add_sync(~0u, bytes);
-      if (lane_ == 0) barrier_arrive_expect(full, sum);
-      __syncwarp();
-      if (there)
-        bulk_load(place, (of_x ? from.x(data, shared_.peers()) : from.dy(data, shared_.peers())) + column, bytes, full);
-      barrier_wait(full, parity_);
-      parity_ ^= 1;
-      if (there) bulk_store((of_x ? data.packed_x : data.packed_dy) + to * hidden + column, place, bytes);
-      bulk_commit();
-      bulk_wait_read();
-      __syncwarp();
+    while (asked < slots) ask();
+#pragma unroll 1
+    for (int row = 0; row < rows; ++row) {
+      bfloat16* to = (OfX ? data.packed_x : data.packed_dy) +
+                     (first + row * cluster_blocks + (Ranks ? from_ : 0)) * std::int64_t(hidden) + lane_ * 8;
+#pragma unroll 1
+      for (int column = lane_ * 8; column - lane_ * 8 < hidden; column += piece, to += piece) {
+        copies_wait<slots - 1>();
+        const std::uint32_t from = place + stored % slots * (2 * piece);
+        constexpr int batch = 2;
+#pragma unroll
+        for (int begin = 0; begin < piece / 256; begin += batch) {
+          uint4 v[batch];
+#pragma unroll
+          for (int i = 0; i < batch; ++i) v[i] = load_shared_16(from + (begin + i) * 512);
+#pragma unroll
+          for (int i = 0; i < batch; ++i) {
+            if (column + (begin + i) * 256 < hidden) __stcg(reinterpret_cast<uint4*>(to + (begin + i) * 256), v[i]);
+          }
+        }
+        ++stored;
+        ask();
+      }
     }
   }
 
+  static constexpr int piece = Shape::pack_piece / 2, slots = Shape::pack_bytes / Shape::pack_piece;
+
   SharedMemory<N>& shared_;
   const int lane_;
-  std::uint32_t parity_ = 0;
   int counter_ = 0, amount_ = 0;  // not told yet
   bool later_ = false;            // of x, beside gate_up_dgrad
   int from_ = 0;                  // packed_from of the block's round, of several ranks

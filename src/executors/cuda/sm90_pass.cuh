@@ -127,7 +127,6 @@ struct SharedMemory {
   std::uint64_t full[Shape::stages], empty[Shape::stages];
   std::uint64_t work_full[Shape::works], work_empty[Shape::works];
   std::uint64_t mail_full[Shape::works], mail_empty[Shape::works];
-  std::uint64_t packing_full;
   std::uint64_t nearly_loaded[Shape::works];  // of the first block: that the tile's loads are nearly all under way
   std::int64_t mail[Shape::works];  // the tiles that the first block has taken; -1: no more
   // Copies of what the launch brought. Read from there, values would be kept in registers from tile to tile, together

@@ -177,7 +177,11 @@ __device__ __forceinline__ void bulk_prefetch(const void* source, std::uint32_t 
 // last `Pending` that were committed.
 template <int Bytes>
 __device__ __forceinline__ void copy_async(std::uint32_t destination, const void* source) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(destination), "l"(source), "n"(Bytes) : "memory");
+  if constexpr (Bytes == 16) {  // past the first-level cache, which smaller ones cannot pass by
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(destination), "l"(source), "n"(Bytes) : "memory");
+  }
 }
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int Pending>
