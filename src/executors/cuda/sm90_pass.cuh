@@ -114,7 +114,7 @@ struct BlockShape {
   // far ahead, others could have begun already. More than `many` tiles a pair come out even anyhow.
   static constexpr int lead_stages = 14, many = 32;
   static constexpr int staging_bytes = 2048;  // of each computing warp: 16 rows of 128 bytes
-  static constexpr int pack_bytes = 32768, pack_piece = 4096;  // rows that are packed go through these, in pieces
+  static constexpr int pack_bytes = 32768, pack_piece = 4096, pack_slots = 16;  // rows that are packed go through these, in so many pieces at most
 };
 
 template <int N>
@@ -127,6 +127,7 @@ struct SharedMemory {
   std::uint64_t full[Shape::stages], empty[Shape::stages];
   std::uint64_t work_full[Shape::works], work_empty[Shape::works];
   std::uint64_t mail_full[Shape::works], mail_empty[Shape::works];
+  std::uint64_t packing_full[Shape::pack_slots];
   std::uint64_t nearly_loaded[Shape::works];  // of the first block: that the tile's loads are nearly all under way
   std::int64_t mail[Shape::works];  // the tiles that the first block has taken; -1: no more
   // Copies of what the launch brought. Read from there, values would be kept in registers from tile to tile, together

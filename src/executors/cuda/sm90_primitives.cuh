@@ -154,7 +154,7 @@ __device__ __forceinline__ void tma_prefetch(const CUtensorMap* map, int c0, int
                : "memory");
 }
 // `bytes` (a multiple of 16) that lie one after the other: in, out, and into the second-level cache. Stores of a thread
-// belong to groups, which it can wait for: until they have read their source, or until they are done.
+// belong to groups, which it can wait for: until all but the last `Pending` have read their source, or until they are done.
 __device__ __forceinline__ void bulk_load(std::uint32_t destination, const void* source, std::uint32_t bytes,
                                           std::uint32_t barrier) {
   asm volatile(
@@ -167,7 +167,10 @@ __device__ __forceinline__ void bulk_store(void* destination, std::uint32_t sour
                : "memory");
 }
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+template <int Pending>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");
+}
 __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 __device__ __forceinline__ void bulk_prefetch(const void* source, std::uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
