@@ -279,10 +279,6 @@ class Packer {
       fence_async_all();  // the copy engine reads what counters have told of
     }
     const bfloat16* const from = OfX ? own.x(data, shared_.peers()) : own.dy(data, shared_.peers());
-    // All of them into the second-level cache at once; but not other ranks': on another GPU that takes sixty times as long as
-    // loading them (6 instead of 360 GB/s on two H200s).
-    if (mine < last && own.is_here(data)) bulk_prefetch(from, 2 * hidden);
-    __syncwarp();
     const int rows = min(32, (last - first + cluster_blocks - 1) / cluster_blocks);
     const std::uint32_t place = shared_address(shared_.packing), full = shared_address(shared_.packing_full);
     int asked_row = 0, asked_column = 0, asked_slot = slot_;
