@@ -192,10 +192,10 @@ __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ P
       barrier_init(shared_address(&shared.work_full[w]), work_full_arrivals);
       barrier_init(shared_address(&shared.work_empty[w]), work_empty_arrivals);
       barrier_init(shared_address(&shared.mail_full[w]), 1);
-      barrier_init(shared_address(&shared.nearly_loaded[w]), 32);
       barrier_init(shared_address(&shared.mail_empty[w]), mail_empty_arrivals);
     }
     for (std::uint64_t& full : shared.packing_full) barrier_init(shared_address(&full), 1);
+    shared.loaded_steps = 0;
     fence_barrier_init();
   } else if (thread == 32) {
     const GroupMaps& maps = p.maps[0];

@@ -83,18 +83,15 @@ __device__ __forceinline__ void load_b(const Parameters& p, SharedMemory<N>& sha
   const schedule::Sizes& sizes = shared.data().pass.sizes;
   RingPosition<Shape::works> position(0);
   RingPosition<Shape::stages> ring(0);
-  const bool told = cluster_rank() == 0 && !takes_far_ahead(shared);  // somebody waits for it
+  std::uint32_t loaded = 0;
   while (true) {
     barrier_wait(shared_address(&shared.work_full[position.slot]), position.parity);
     const Work& work = shared.work[position.slot];
     const LoadJob job(work);
     barrier_arrive(shared_address(&shared.work_empty[position.slot]));
     __syncwarp();
-    const std::uint32_t nearly_loaded = shared_address(&shared.nearly_loaded[position.slot]);
     position.next();
     if (job.last) break;
-    const int tell = told ? max(0, job.k_steps - Shape::lead_stages) : -1;
-    if (told && job.k_steps == 0) barrier_arrive(nearly_loaded);
     const GroupMaps& maps = p.maps[job.group];
     const bool of_down = job.stage == Stage::down || job.stage == Stage::down_dgrad;
     const bool again = job.stage == Stage::gate_up && sizes.direction == schedule::Direction::backward;
@@ -121,7 +118,6 @@ __device__ __forceinline__ void load_b(const Parameters& p, SharedMemory<N>& sha
     const int tokens = job.stage == Stage::combine ? combine_tokens<N>(sizes.top_k) : 0;
 #pragma unroll 1
     for (int k = 0; k < job.k_steps; ++k) {
-      if (k == tell) barrier_arrive(nearly_loaded);
       barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
       if (lane == 0) {
         const std::uint32_t full = shared_address(&shared.full[ring.slot]);
@@ -160,6 +156,7 @@ __device__ __forceinline__ void load_b(const Parameters& p, SharedMemory<N>& sha
       }
       __syncwarp();
       ring.next();
+      if (lane == 0) *const_cast<volatile std::uint32_t*>(&shared.loaded_steps) = ++loaded;
     }
   }
 }

@@ -263,15 +263,16 @@ class Packer {
     }
   }
 
-  // Rows first, first + cluster_blocks, .. before last, 32 at most, of x or of dY. They go in pieces through a ring, by one
-  // lane: a piece is asked for once what was stored from its place has been read, and stored once it has come.
+  // Rows first, first + cluster_blocks, .. before last, 32 at most, of x or of dY. They go in pieces, each by a lane, some at a
+  // time: while one lot is stored from where it came to, the next is on its way. (One lane for all is slower: for each piece
+  // it takes as long as here for a lot.)
   template <bool OfX>
   __device__ __forceinline__ void copy(int first, int last) {
     const PassData& data = shared_.data();
     const int hidden = static_cast<int>(data.pass.sizes.hidden_size), mine = first + lane_ * cluster_blocks;
     // As large pieces as there may be: the copy engine's time goes by pieces.
     const int pieces = (2 * hidden + Shape::pack_piece - 1) / Shape::pack_piece, elements = ((hidden + pieces - 1) / pieces + 7) / 8 * 8,
-              slots = min(Shape::pack_slots, Shape::pack_bytes / (2 * elements));
+              lot = min(32, Shape::pack_bytes / lots / (2 * elements));
     TokenOfRow<Ranks> own(data, mine, last);
     if constexpr (Ranks) {
       if (mine < last) own = nearest(data, shared_.peers(), shared_.map(), own, mine, OfX && packs_x_later(data));
@@ -279,51 +280,50 @@ class Packer {
       fence_async_all();  // the copy engine reads what counters have told of
     }
     const bfloat16* const from = OfX ? own.x(data, shared_.peers()) : own.dy(data, shared_.peers());
-    const int rows = min(32, (last - first + cluster_blocks - 1) / cluster_blocks);
-    const std::uint32_t place = shared_address(shared_.packing), full = shared_address(shared_.packing_full);
-    int asked_row = 0, asked_column = 0, asked_slot = slot_;
-    auto ask = [&] {
-      if (asked_row == rows) return;
-      const auto source = reinterpret_cast<const bfloat16*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(from), asked_row));
-      if (lane_ == 0) {
-        const std::uint32_t bytes = 2 * min(elements, hidden - asked_column);
-        barrier_arrive_expect(full + asked_slot * 8, bytes);
-        bulk_load(place + asked_slot * 2 * elements, source + asked_column, bytes, full + asked_slot * 8);
-      }
-      if (++asked_slot == slots) asked_slot = 0;
-      asked_column += elements;
-      if (asked_column >= hidden) asked_column = 0, ++asked_row;
+    bfloat16* const to = (OfX ? data.packed_x : data.packed_dy) + (first + (Ranks ? from_ : 0)) * std::int64_t(hidden);
+    const int all = min(32, (last - first + cluster_blocks - 1) / cluster_blocks) * pieces;
+    // This lane's piece of the lot that begins with piece `begin`: of which row, and which elements of it.
+    struct Piece {
+      int row, column, bytes;
     };
+    auto piece_of = [&](int begin) {
+      const int n = begin + lane_, row = n / pieces, column = (n - row * pieces) * elements;
+      return Piece{row & 31, column, lane_ < lot && n < all ? 2 * min(elements, hidden - column) : 0};
+    };
+    auto place = [&](int which) { return shared_address(shared_.packing) + (which * lot + lane_) * (2 * elements); };
+    auto ask = [&](int begin, int which) {
+      const Piece piece = piece_of(begin);
+      const auto row = reinterpret_cast<const bfloat16*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(from), piece.row));
+      const std::uint32_t full = shared_address(&shared_.packing_full[which]), bytes = __reduce_add_sync(~0u, piece.bytes);
+      if (lane_ == 0) barrier_arrive_expect(full, bytes);
+      __syncwarp();
+      if (piece.bytes > 0) bulk_load(place(which), row + piece.column, piece.bytes, full);
+    };
+    ask(0, 0);
+    if (lot < all) ask(lot, 1);
+    int which = 0;
 #pragma unroll 1
-    for (int i = 0; i < slots; ++i) ask();
-    bfloat16* to = (OfX ? data.packed_x : data.packed_dy) + (first + (Ranks ? from_ : 0)) * std::int64_t(hidden);
-    int unread = 0;
-#pragma unroll 1
-    for (int row = 0; row < rows; ++row, to += cluster_blocks * hidden) {
-#pragma unroll 1
-      for (int column = 0; column < hidden; column += elements) {
-        if (lane_ == 0) {
-          barrier_wait(full + slot_ * 8, parity_);
-          bulk_store(to + column, place + slot_ * 2 * elements, 2 * min(elements, hidden - column));
-          bulk_commit();
-          bulk_wait_read<being_read>();
-        }
-        __syncwarp();
-        if (++slot_ == slots) slot_ = 0, parity_ ^= 1;
-        if (unread == being_read) ask();
-        else ++unread;
-      }
+    for (int begin = 0; begin < all; begin += lot) {
+      const Piece piece = piece_of(begin);
+      barrier_wait(shared_address(&shared_.packing_full[which]), parity_ >> which & 1);
+      parity_ ^= 1u << which;
+      if (piece.bytes > 0) bulk_store(to + piece.row * cluster_blocks * std::int64_t(hidden) + piece.column, place(which), piece.bytes);
+      bulk_commit();
+      bulk_wait_read<lots - 2>();
+      __syncwarp();
+      const int next = which == 0 ? lots - 1 : which - 1;  // the lot two further goes where that before this one was
+      if (begin + 2 * lot < all) ask(begin + 2 * lot, lots == 2 ? which : next);
+      which = which + 1 == lots ? 0 : which + 1;
     }
-    if (lane_ == 0) bulk_wait_read<0>();
+    bulk_wait_read<0>();
     __syncwarp();
   }
 
-  static constexpr int being_read = 2;  // stores whose places are not asked for anew yet
+  static constexpr int lots = Shape::pack_lots;
 
   SharedMemory<N>& shared_;
   const int lane_;
-  int slot_ = 0;  // of the ring: the next piece's
-  std::uint32_t parity_ = 0;
+  std::uint32_t parity_ = 0;  // a bit for each of the places of lots
   int counter_ = 0, amount_ = 0;  // not told yet
   bool later_ = false;            // of x, beside gate_up_dgrad
   int from_ = 0;                  // packed_from of the block's round, of several ranks

@@ -110,11 +110,12 @@ struct BlockShape {
   static constexpr int fetch_registers = N == 192 ? 56 : 72, compute_registers = N == 192 ? 224 : 216;
   static constexpr int down_dgrad_columns = 128;  // its epilogue needs more registers than the others
   static constexpr int works = 4;
-  // Of few tiles a pair takes the next one when it has only so many stages left to load of its last: those that it takes
-  // far ahead, others could have begun already. More than `many` tiles a pair come out even anyhow.
-  static constexpr int lead_stages = 14, many = 32;
+  // A pair takes its next tile when it has at most so many stages left to load of those that it has: enough to hide what
+  // taking one costs. With more of them the pairs would not be at work on tiles that follow each other in the order, which read
+  // the same rows and weights, and at a pass's end some would have tiles left that others could have begun.
+  static constexpr int lead_stages = 14;
   static constexpr int staging_bytes = 2048;  // of each computing warp: 16 rows of 128 bytes
-  static constexpr int pack_bytes = 32768, pack_piece = 4096, pack_slots = 16;  // rows that are packed go through these, in so many pieces at most
+  static constexpr int pack_bytes = 32768, pack_piece = 4096, pack_lots = 2;  // rows that are packed go through these, in pieces
 };
 
 template <int N>
@@ -127,8 +128,7 @@ struct SharedMemory {
   std::uint64_t full[Shape::stages], empty[Shape::stages];
   std::uint64_t work_full[Shape::works], work_empty[Shape::works];
   std::uint64_t mail_full[Shape::works], mail_empty[Shape::works];
-  std::uint64_t packing_full[Shape::pack_slots];
-  std::uint64_t nearly_loaded[Shape::works];  // of the first block: that the tile's loads are nearly all under way
+  std::uint64_t packing_full[Shape::pack_lots];
   std::int64_t mail[Shape::works];  // the tiles that the first block has taken; -1: no more
   // Copies of what the launch brought. Read from there, values would be kept in registers from tile to tile, together
   // with all that follows from them, and the computing warps have none to spare.
@@ -140,6 +140,7 @@ struct SharedMemory {
   static constexpr int layout_words = 1000;
   std::int64_t layout_header[layout_words];
   std::int64_t tiles;         // of the pass
+  std::uint32_t loaded_steps;  // of the first block: stages of the ring whose loads are under way, counted since it began
   std::int64_t pulled_parts;  // sm90_pack.cuh; of several ranks
   __device__ const PassData& data() const { return *reinterpret_cast<const PassData*>(data_copy); }
   __device__ const schedule::CounterMap& map() const {
@@ -149,11 +150,6 @@ struct SharedMemory {
 
   std::uint32_t moment[2][4];  // of the timeline: what would otherwise take registers of the computing warps
 };
-// Whether the first block takes its next tile as soon as it has one: of many tiles. Of few, see BlockShape::lead_stages.
-template <int N>
-__device__ __forceinline__ bool takes_far_ahead(const SharedMemory<N>& shared) {
-  return shared.tiles > std::int64_t(BlockShape<N>::many) * (gridDim.x / cluster_blocks);
-}
 template <int N>
 inline constexpr int shared_bytes = sizeof(SharedMemory<N>);
 static_assert(shared_bytes<128> <= 232448 && shared_bytes<192> <= 232448);

@@ -260,8 +260,8 @@ __device__ __forceinline__ void take_tiles(SharedMemory<N>& shared, int lane) {
   auto take = [&]() -> unsigned long long {
     return lane == 0 ? atomicAdd(data.counters.control + PassCounters::next_tile, 1ull) : 0ull;
   };
-  const bool far_ahead = takes_far_ahead(shared);
   unsigned long long taken = take();
+  std::uint32_t taken_steps = 0;
   await_descriptions(data, tiles);
   std::int64_t index = 0;
   while (index >= 0) {
@@ -269,8 +269,8 @@ __device__ __forceinline__ void take_tiles(SharedMemory<N>& shared, int lane) {
     if (index >= tiles) {
       index = -1;
     } else {
-      if (far_ahead) taken = take();  // in flight meanwhile
       const TileDescription& tile = table[index];
+      taken_steps += static_cast<std::uint32_t>(__ldcg(&tile.k_steps));
       const int4 local = __ldcg(reinterpret_cast<const int4*>(&tile.awaited));
       const int4 arrivals = __ldcg(reinterpret_cast<const int4*>(&tile.arrival));
       auto arrived = [&](int counter, std::uint32_t target) {
@@ -292,8 +292,12 @@ __device__ __forceinline__ void take_tiles(SharedMemory<N>& shared, int lane) {
       barrier_arrive_in_cluster(address_in(lane, shared_address(&shared.mail_full[mail.slot])));
     }
     __syncwarp();
-    if (!far_ahead && index >= 0) {
-      barrier_wait(shared_address(&shared.nearly_loaded[mail.slot]), mail.parity);
+    if (index >= 0) {
+      while (static_cast<int>(taken_steps - *const_cast<volatile std::uint32_t*>(&shared.loaded_steps)) >
+             SharedMemory<N>::Shape::lead_stages) {
+        __nanosleep(64);
+      }
+      __syncwarp();
       taken = take();
     }
     mail.next();
