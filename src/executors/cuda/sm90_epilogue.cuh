@@ -307,28 +307,30 @@ __device__ __forceinline__ void activation_gradient_of(const PassData& data, con
   // A step: 8 rows by 32 columns, of which a lane has 8 columns of one row. Steps of the same rows follow each other. What
   // a step reads was asked for two steps before, and all its activations are worked out before anything is made of them: a
   // warp has nothing else to do meanwhile.
+  // Of each 64 rows come first the upper 8 of the warp's 16, then the lower. Of the lane's row: where it is in the tile,
+  // whether it is there or only another one that can be read; and its first element of z, of the tile's columns.
+  auto row_of = [&](int eight) { return eight / 2 * 64 + warp.index * 16 + eight % 2 * 8 + lane / 4; };
+  auto z_of = [&](int row) { return z + (work.held_begin + min(row, work.rows - 1)) * pre_width + work.column + octet * 8; };
+  auto weight_of = [&](int row) {
+    row = min(row, work.rows - 1);
+    if (work.group == 0) return weight_of_row<Ranks>(data, work, row);
+    return data.shared_gates ? __ldg(data.shared_gates + std::int64_t(work.row_index[row]) * sizes.shared_experts + work.group - 1) : 1.0f;
+  };
+  uint4 gate_read[2], up_read[2];
+  // Reads what exists in any case; what it reads for other columns is not used.
+  auto fetch = [&](int i, const bf16* from, int slab) {
+    from += slab * 32 + octet * 8 < columns ? slab * 32 : -octet * 8;
+    gate_read[i] = load_16_shared_by_sms(from);
+    up_read[i] = gated ? load_16_shared_by_sms(from + width) : uint4{0, 0, 0, 0};
+  };
+  fetch(0, z_of(row_of(0)), 0), fetch(1, z_of(row_of(0)), 1);
+  float weight = weight_of(row_of(0));
 #pragma unroll 1
-  for (int eight = 0; eight / 2 * 64 < work.rows; ++eight) {  // of each 64 rows first the upper 8 of the warp's 16, then the lower
-    const int first = eight / 2 * 64 + warp.index * 16 + eight % 2 * 8 + lane / 4;
-    const bool row_there = first < work.rows;
-    const int row = min(first, work.rows - 1);  // one that can be read
-    float weight = 1.0f;
-    if (work.group == 0) {
-      weight = weight_of_row<Ranks>(data, work, row);
-    } else if (data.shared_gates) {
-      weight = __ldg(data.shared_gates + std::int64_t(work.row_index[row]) * sizes.shared_experts + work.group - 1);
-    }
-    // dz lies like z.
-    const bf16* const z_row = z + (work.held_begin + row) * pre_width + work.column + octet * 8;
-    bf16* const a_row = activated + (work.held_begin + row) * width + work.column + octet * 8;
-    uint4 gate_read[2], up_read[2];
-    // Reads what exists in any case; what it reads for other columns is not used.
-    auto fetch = [&](int i, int slab) {
-      const bf16* from = z_row + (slab * 32 + octet * 8 < columns ? slab * 32 : -octet * 8);
-      gate_read[i] = load_16_shared_by_sms(from);
-      up_read[i] = gated ? load_16_shared_by_sms(from + width) : uint4{0, 0, 0, 0};
-    };
-    fetch(0, 0), fetch(1, 1);
+  for (int eight = 0; eight / 2 * 64 < work.rows; ++eight) {
+    const int row = row_of(eight);
+    const bool row_there = row < work.rows;
+    const bf16* const z_row = z_of(row);
+    const float next_weight = weight_of(row_of(eight + 1));
 #pragma unroll 1
     for (int slab = 0; slab < slabs; slab += 2) {
       float dot[2];
@@ -350,7 +352,8 @@ __device__ __forceinline__ void activation_gradient_of(const PassData& data, con
         }
 #pragma unroll
         for (int j = 0; j < 8; ++j) hold(act[j]);
-        if (slab + 2 < slabs) fetch(i, slab + 2 + i);
+        // The next step but one; after the last rows the same ones again, for nothing.
+        fetch(i, slab + 2 < slabs ? z_row : z_of(row_of(eight + 1)), slab + 2 < slabs ? slab + 2 + i : i);
         __syncwarp();
         float d[8];
         staged_floats(staging, lane / 4, octet, d);
@@ -373,11 +376,11 @@ __device__ __forceinline__ void activation_gradient_of(const PassData& data, con
         if (!there) dot[i] = 0.0f;
         if (there && row_there) {
           if (dz) {
-            bf16* to = dz + (z_row + offset - z);
+            bf16* to = dz + (z_row + offset - z);  // it lies like z
             store_16(to, d_gate.all());
             if (gated) store_16(to + width, d_up.all());
           }
-          if (activated) store_16(a_row + offset, a.all());
+          if (activated) store_16(activated + (work.held_begin + row) * width + work.column + octet * 8 + offset, a.all());
         }
       }
       // The sum over 64 columns is that of their halves.
@@ -389,6 +392,7 @@ __device__ __forceinline__ void activation_gradient_of(const PassData& data, con
         dprob_of_row<Ranks>(work, tensors, row, (work.column + slab * 32) / 64) = dot[0] + dot[1];
       }
     }
+    weight = next_weight;
   }
 }
 
@@ -408,7 +412,7 @@ __device__ __forceinline__ void bias_share_of_dprob(const PassData& data, const 
   for (int row = warp.index * parts + part; row < work.rows; row += 4 * parts) {
     const bf16* dy = dy_of_row(data, work, work.packed_begin + row);
     float dot = 0.0f;
-#pragma unroll 4
+#pragma unroll 8
     for (std::int64_t c = lane * 8; after_down && c < hidden; c += 256) {
       float u[8], v[8];
       unpack(load_16_shared_by_sms(dy + c), u);

@@ -105,19 +105,22 @@ __device__ __forceinline__ void load_b(const Parameters& p, SharedMemory<N>& sha
     // A box of gate_up_proj: 32 gate rows and the 32 up rows that belong to them; without a gate the next 64 rows.
     const int factor = sizes.gate_up_factor, width = static_cast<int>(shared.data().groups[job.group].width);
     const int next = WeightBoxes::gate_up_rows(factor);
-    // Its epilogue reads the pre-activation, which is nowhere near; that of a later round has just been made.
-    if (job.stage == Stage::down_dgrad && !(job.later_round && !sizes.recompute)) {
-      const int boxes = (job.rows > 64 ? 4 : 2) * job.blocks * factor;
-      for (int i = lane; i < boxes; i += 32) {
-        const int box = i / factor;
-        tma_prefetch(&maps.pre_activation, job.column + box % job.blocks * 64 + i % factor * width,
-                     job.b_row + box / job.blocks * box_rows);
-      }
-      __syncwarp();
-    }
     const int tokens = job.stage == Stage::combine ? combine_tokens<N>(sizes.top_k) : 0;
+    // The epilogue of down_dgrad reads the pre-activation, which is nowhere near; that of a later round has just been made.
+    // Not long before: what is in the second-level cache does not stay there for 20 us.
+    const bool asks = job.stage == Stage::down_dgrad && !(job.later_round && !sizes.recompute);
+    const int asks_at = asks ? max(0, job.k_steps - Shape::ask_stages) : -1;
 #pragma unroll 1
     for (int k = 0; k < job.k_steps; ++k) {
+      if (k == asks_at) {
+        const int boxes = (job.rows > 64 ? 4 : 2) * job.blocks * factor;
+        for (int i = lane; i < boxes; i += 32) {
+          const int box = i / factor;
+          tma_prefetch(&maps.pre_activation, job.column + box % job.blocks * 64 + i % factor * width,
+                       job.b_row + box / job.blocks * box_rows);
+        }
+        __syncwarp();
+      }
       barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
       if (lane == 0) {
         const std::uint32_t full = shared_address(&shared.full[ring.slot]);

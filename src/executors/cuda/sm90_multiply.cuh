@@ -28,19 +28,17 @@ __device__ __forceinline__ void release_stage(std::uint32_t empty) {
   if (lane < cluster_blocks) barrier_arrive_at(address_in(lane, empty));
 }
 
-// Zeros in rows `first` to 63 of `Count` blocks of 64 x 64 in the layout mn_major, by a warpgroup: the first `a_blocks`
-// lie at `a`, the others at `b`.
+// Zeros in rows `first` and following, up to the next multiple of 16, of `Count` blocks of 64 x 64 in the layout mn_major, by a
+// warpgroup: the first `a_blocks` lie at `a`, the others at `b`.
 template <int Count>
 __device__ __forceinline__ void clear_rows(std::uint32_t a, std::uint32_t b, int a_blocks, int first) {
-  const int thread = thread_now() % consumer_threads, row = thread / 8;
-#pragma unroll 1
+  static_assert(consumer_threads == 16 * 8);
+  const int thread = thread_now() % consumer_threads, row = first / 16 * 16 + thread / 8;
+  if (row < first || first % 16 == 0) return;
+#pragma unroll
   for (int block = 0; block < Count; ++block) {
-    const std::uint32_t place =
-        (block < a_blocks ? a + block * mn_block_bytes : b + (block - a_blocks) * mn_block_bytes) + thread % 8 * 16;
-#pragma unroll 1
-    for (int r = row; r < depth; r += consumer_threads / 8) {
-      if (r >= first) store_shared_16(place + r * 128, uint4{0, 0, 0, 0});
-    }
+    const std::uint32_t place = block < a_blocks ? a + block * mn_block_bytes : b + (block - a_blocks) * mn_block_bytes;
+    store_shared_16(place + row * 128 + thread % 8 * 16, uint4{0, 0, 0, 0});
   }
 }
 
@@ -50,41 +48,53 @@ template <int Blocks, int n, Major A, Major B, int N, int RingN>
 __device__ __forceinline__ void multiply_stages(SharedMemory<RingN>& shared, Sums<N>& sums, const Work& work,
                                                 int your_turn) {
   using Shape = BlockShape<RingN>;
-  const int k_steps = work.k_steps;
+  // Of a weight gradient k are rows, and what follows the last one in memory are rows of the next expert.
+  const int last_rows = A == Major::mn ? work.sum_rows % depth : 0, whole_steps = work.k_steps - (last_rows > 0 ? 1 : 0);
   RingPosition<Shape::stages> ring(work.first_step);
   std::uint32_t previous = 0;
-#pragma unroll 1
-  for (int k = 0; k < k_steps; ++k) {
-    barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
-    const std::uint32_t a = shared_address(shared.stage[ring.slot]), b = a + Shape::a_bytes;
-    if constexpr (A == Major::mn) {
-      const int rows = work.sum_rows - k * depth;
-      if (rows < depth) {  // what follows in memory are rows of the next expert
-        clear_rows<Blocks + n / 64>(a, b, Blocks, rows);
-        fence_async_shared();
-        named_barrier_sync(barrier_own + (thread_now() - first_consumer) / consumer_threads, consumer_threads);
-      }
+  auto products = [&](std::uint32_t a, int kk) {
+#pragma unroll
+    for (int m = 0; m < Blocks; ++m) {
+      product<n, A, B>(sums.value[m], operand_descriptor<A>(a + kk * k_step_bytes<A> + m * 8192),
+                       operand_descriptor<B>(a + Shape::a_bytes + kk * k_step_bytes<B>));
     }
+  };
+  auto give_back_previous = [&] {
+    if (previous != 0) release_stage(previous);
+    previous = shared_address(&shared.empty[ring.slot]);
+  };
+#pragma unroll 1
+  for (int k = 0; k < whole_steps; ++k) {
+    barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
+    const std::uint32_t a = shared_address(shared.stage[ring.slot]);
     product_fence();
 #pragma unroll
-    for (int kk = 0; kk < depth / 16; ++kk) {
-#pragma unroll
-      for (int m = 0; m < Blocks; ++m) {
-        product<n, A, B>(sums.value[m], operand_descriptor<A>(a + kk * k_step_bytes<A> + m * 8192),
-                         operand_descriptor<B>(b + kk * k_step_bytes<B>));
-      }
-    }
+    for (int kk = 0; kk < depth / 16; ++kk) products(a, kk);
     product_commit();
     product_wait<1>();
-    if (k > 0) release_stage(previous);
-    previous = shared_address(&shared.empty[ring.slot]);
+    give_back_previous();
     ring.next();
+  }
+  if (A == Major::mn && last_rows > 0) {
+    barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
+    const std::uint32_t a = shared_address(shared.stage[ring.slot]);
+    clear_rows<Blocks + n / 64>(a, a + Shape::a_bytes, Blocks, last_rows);
+    fence_async_shared();
+    named_barrier_sync(barrier_own + (thread_now() - first_consumer) / consumer_threads, consumer_threads);
+#pragma unroll 1
+    for (int kk = 0; kk < (last_rows + 15) / 16; ++kk) {
+      product_fence();
+      products(a, kk);
+      product_commit();
+    }
+    product_wait<1>();
+    give_back_previous();
   }
   named_barrier_arrive(your_turn, 2 * consumer_threads);
   product_wait<0>();
 #pragma unroll
   for (int m = 0; m < 2; ++m) hold(sums.value[m]);
-  if (k_steps > 0) release_stage(previous);
+  if (previous != 0) release_stage(previous);
 }
 
 // `my_turn` and `your_turn`: barriers of the two warpgroups. begin(): sets all sums to what they begin with, while the other

@@ -114,6 +114,7 @@ struct BlockShape {
   // taking one costs. With more of them the pairs would not be at work on tiles that follow each other in the order, which read
   // the same rows and weights, and at a pass's end some would have tiles left that others could have begun.
   static constexpr int lead_stages = 14;
+  static constexpr int ask_stages = 12;  // before a tile's end what its epilogue reads is asked for
   static constexpr int staging_bytes = 2048;  // of each computing warp: 16 rows of 128 bytes
   static constexpr int pack_bytes = 32768, pack_piece = 4096, pack_lots = 2;  // rows that are packed go through these, in pieces
 };
