@@ -56,7 +56,7 @@ __device__ __forceinline__ void load_a(const Parameters& p, SharedMemory<N>& sha
 #pragma unroll 1
     for (int k = 0; k < job.k_steps; ++k) {
       barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);  // both blocks are done with it
-      if (lane == 0) {
+      if (elected()) {
         const std::uint32_t place = shared_address(shared.stage[ring.slot]) + rank * (box_rows * 128);
         const std::uint32_t full = shared_address(&shared.full[ring.slot]);
         if (combine) {
@@ -122,7 +122,7 @@ __device__ __forceinline__ void load_b(const Parameters& p, SharedMemory<N>& sha
         __syncwarp();
       }
       barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
-      if (lane == 0) {
+      if (elected()) {
         const std::uint32_t full = shared_address(&shared.full[ring.slot]);
         std::uint32_t place =
             shared_address(shared.stage[ring.slot]) + (job.stage == Stage::combine ? 0 : Shape::a_bytes);
@@ -159,7 +159,7 @@ __device__ __forceinline__ void load_b(const Parameters& p, SharedMemory<N>& sha
       }
       __syncwarp();
       ring.next();
-      if (lane == 0) *const_cast<volatile std::uint32_t*>(&shared.loaded_steps) = ++loaded;
+      if (elected()) *const_cast<volatile std::uint32_t*>(&shared.loaded_steps) = ++loaded;
     }
   }
 }

