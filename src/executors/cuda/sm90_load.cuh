@@ -159,7 +159,8 @@ __device__ __forceinline__ void load_b(const Parameters& p, SharedMemory<N>& sha
       }
       __syncwarp();
       ring.next();
-      if (elected()) *const_cast<volatile std::uint32_t*>(&shared.loaded_steps) = ++loaded;
+      ++loaded;
+      if (elected()) store_count(shared_address(&shared.loaded_steps), loaded);
     }
   }
 }

@@ -264,15 +264,14 @@ class Packer {
   }
 
   // Rows first, first + cluster_blocks, .. before last, 32 at most, of x or of dY. They go in pieces, each by a lane, some at a
-  // time: while one lot is stored from where it came to, the next is on its way. (One lane for all is slower: for each piece
-  // it takes as long as here for a lot.)
+  // time: while one lot is stored from where it has come to, the next is on its way.
   template <bool OfX>
   __device__ __forceinline__ void copy(int first, int last) {
     const PassData& data = shared_.data();
     const int hidden = static_cast<int>(data.pass.sizes.hidden_size), mine = first + lane_ * cluster_blocks;
     // As large pieces as there may be: the copy engine's time goes by pieces.
     const int pieces = (2 * hidden + Shape::pack_piece - 1) / Shape::pack_piece, elements = ((hidden + pieces - 1) / pieces + 7) / 8 * 8,
-              lot = min(32, Shape::pack_bytes / lots / (2 * elements));
+              lot = min(32, Shape::pack_bytes / 2 / (2 * elements));
     TokenOfRow<Ranks> own(data, mine, last);
     if constexpr (Ranks) {
       if (mine < last) own = nearest(data, shared_.peers(), shared_.map(), own, mine, OfX && packs_x_later(data));
@@ -301,29 +300,22 @@ class Packer {
     };
     ask(0, 0);
     if (lot < all) ask(lot, 1);
-    int which = 0;
 #pragma unroll 1
-    for (int begin = 0; begin < all; begin += lot) {
+    for (int begin = 0, which = 0; begin < all; begin += lot, which ^= 1) {
       const Piece piece = piece_of(begin);
       barrier_wait(shared_address(&shared_.packing_full[which]), parity_ >> which & 1);
       parity_ ^= 1u << which;
       if (piece.bytes > 0) bulk_store(to + piece.row * cluster_blocks * std::int64_t(hidden) + piece.column, place(which), piece.bytes);
       bulk_commit();
-      bulk_wait_read<lots - 2>();
+      bulk_wait_read();
       __syncwarp();
-      const int next = which == 0 ? lots - 1 : which - 1;  // the lot two further goes where that before this one was
-      if (begin + 2 * lot < all) ask(begin + 2 * lot, lots == 2 ? which : next);
-      which = which + 1 == lots ? 0 : which + 1;
+      if (begin + 2 * lot < all) ask(begin + 2 * lot, which);
     }
-    bulk_wait_read<0>();
-    __syncwarp();
   }
-
-  static constexpr int lots = Shape::pack_lots;
 
   SharedMemory<N>& shared_;
   const int lane_;
-  std::uint32_t parity_ = 0;  // a bit for each of the places of lots
+  std::uint32_t parity_ = 0;  // a bit for each of the two places of lots
   int counter_ = 0, amount_ = 0;  // not told yet
   bool later_ = false;            // of x, beside gate_up_dgrad
   int from_ = 0;                  // packed_from of the block's round, of several ranks

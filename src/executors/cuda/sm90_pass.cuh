@@ -116,7 +116,7 @@ struct BlockShape {
   static constexpr int lead_stages = 14;
   static constexpr int ask_stages = 12;  // before a tile's end what its epilogue reads is asked for
   static constexpr int staging_bytes = 2048;  // of each computing warp: 16 rows of 128 bytes
-  static constexpr int pack_bytes = 32768, pack_piece = 4096, pack_lots = 2;  // rows that are packed go through these, in pieces
+  static constexpr int pack_bytes = 32768, pack_piece = 4096;  // rows that are packed go through these, in pieces
 };
 
 template <int N>
@@ -129,7 +129,7 @@ struct SharedMemory {
   std::uint64_t full[Shape::stages], empty[Shape::stages];
   std::uint64_t work_full[Shape::works], work_empty[Shape::works];
   std::uint64_t mail_full[Shape::works], mail_empty[Shape::works];
-  std::uint64_t packing_full[Shape::pack_lots];
+  std::uint64_t packing_full[2];
   std::int64_t mail[Shape::works];  // the tiles that the first block has taken; -1: no more
   // Copies of what the launch brought. Read from there, values would be kept in registers from tile to tile, together
   // with all that follows from them, and the computing warps have none to spare.

@@ -98,6 +98,15 @@ __device__ __forceinline__ void barrier_wait_in_cluster(std::uint32_t barrier, s
 __device__ __forceinline__ void store_in_cluster(std::uint32_t address, std::int64_t value) {
   asm volatile("st.shared::cluster.s64 [%0], %1;" ::"r"(address), "l"(value) : "memory");
 }
+// A count that one warp of a block keeps for another, which does without anything that was written before it.
+__device__ __forceinline__ void store_count(std::uint32_t address, std::uint32_t value) {
+  asm volatile("st.relaxed.cta.shared::cta.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+__device__ __forceinline__ std::uint32_t load_count(std::uint32_t address) {
+  std::uint32_t value;
+  asm volatile("ld.relaxed.cta.shared::cta.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
 // All threads of all blocks of the cluster.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
@@ -167,8 +176,8 @@ __device__ __forceinline__ void tma_prefetch(const CUtensorMap* map, int c0, int
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(c0), "r"(c1)
                : "memory");
 }
-// `bytes` (a multiple of 16) that lie one after the other: in, out, and into the second-level cache. Stores of a thread
-// belong to groups, which it can wait for: until all but the last `Pending` have read their source, or until they are done.
+// `bytes` (a multiple of 16) that lie one after the other: in, and out. Stores of a thread
+// belong to groups, which it can wait for: until they have read their source, or until they are done.
 __device__ __forceinline__ void bulk_load(std::uint32_t destination, const void* source, std::uint32_t bytes,
                                           std::uint32_t barrier) {
   asm volatile(
@@ -181,24 +190,14 @@ __device__ __forceinline__ void bulk_store(void* destination, std::uint32_t sour
                : "memory");
 }
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-template <int Pending>
-__device__ __forceinline__ void bulk_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");
-}
+__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-__device__ __forceinline__ void bulk_prefetch(const void* source, std::uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
-}
 
 // Bytes into shared memory by the thread itself, through no register. Only groups of such copies can be awaited: all but the
 // last `Pending` that were committed.
 template <int Bytes>
 __device__ __forceinline__ void copy_async(std::uint32_t destination, const void* source) {
-  if constexpr (Bytes == 16) {  // past the first-level cache, which smaller ones cannot pass by
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(destination), "l"(source), "n"(Bytes) : "memory");
-  }
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(destination), "l"(source), "n"(Bytes) : "memory");
 }
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int Pending>

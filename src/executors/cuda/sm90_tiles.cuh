@@ -293,10 +293,8 @@ __device__ __forceinline__ void take_tiles(SharedMemory<N>& shared, int lane) {
     }
     __syncwarp();
     if (index >= 0) {
-      while (static_cast<int>(taken_steps - *const_cast<volatile std::uint32_t*>(&shared.loaded_steps)) >
-             SharedMemory<N>::Shape::lead_stages) {
-        __nanosleep(64);
-      }
+      const std::uint32_t loaded_steps = shared_address(&shared.loaded_steps);
+      while (static_cast<int>(taken_steps - load_count(loaded_steps)) > SharedMemory<N>::Shape::lead_stages) __nanosleep(64);
       __syncwarp();
       taken = take();
     }
