@@ -307,8 +307,9 @@ __device__ __forceinline__ void activation_gradient_of(const PassData& data, con
   // A step: 8 rows by 32 columns, of which a lane has 8 columns of one row. Steps of the same rows follow each other. What
   // a step reads was asked for two steps before, and all its activations are worked out before anything is made of them: a
   // warp has nothing else to do meanwhile.
-  // Of each 64 rows come first the upper 8 of the warp's 16, then the lower. Of the lane's row: where it is in the tile,
-  // whether it is there or only another one that can be read; and its first element of z, of the tile's columns.
+  //
+  // Of each 64 rows come first the upper 8 of the warp's 16, then the lower. row_of: where the lane's row is in the tile, there
+  // or not; z_of and weight_of: that row's, or those of the tile's last where it is not there.
   auto row_of = [&](int eight) { return eight / 2 * 64 + warp.index * 16 + eight % 2 * 8 + lane / 4; };
   auto z_of = [&](int row) { return z + (work.held_begin + min(row, work.rows - 1)) * pre_width + work.column + octet * 8; };
   auto weight_of = [&](int row) {
@@ -352,7 +353,7 @@ __device__ __forceinline__ void activation_gradient_of(const PassData& data, con
         }
 #pragma unroll
         for (int j = 0; j < 8; ++j) hold(act[j]);
-        // The next step but one; after the last rows the same ones again, for nothing.
+        // The next step but one; after the last rows the tile's last one, for nothing.
         fetch(i, slab + 2 < slabs ? z_row : z_of(row_of(eight + 1)), slab + 2 < slabs ? slab + 2 + i : i);
         __syncwarp();
         float d[8];

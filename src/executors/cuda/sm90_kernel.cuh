@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ P
       barrier_init(shared_address(&shared.mail_empty[w]), mail_empty_arrivals);
     }
     for (std::uint64_t& full : shared.packing_full) barrier_init(shared_address(&full), 1);
-    shared.loaded_steps = 0;
+    shared.loaded_stages = 0;
     fence_barrier_init();
   } else if (thread == 32) {
     const GroupMaps& maps = p.maps[0];
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(threads, 1) run_pass(const __grid_constant__ P
     if (warp == 0) {
       if (cluster_rank() == 0) take_tiles<N, Ranks>(shared, lane);
     } else if (warp == 1) {
-      load_a<N>(p, shared, lane);
+      load_a<N>(p, shared);
     } else if (warp == 2) {
       load_b<N>(p, shared, lane);
     } else {

@@ -33,7 +33,7 @@ struct LoadJob {
 
 // Warp 1.
 template <int N>
-__device__ __forceinline__ void load_a(const Parameters& p, SharedMemory<N>& shared, int lane) {
+__device__ __forceinline__ void load_a(const Parameters& p, SharedMemory<N>& shared) {
   using Shape = BlockShape<N>;
   const int rank = static_cast<int>(cluster_rank());
   RingPosition<Shape::works> position(0);
@@ -83,7 +83,6 @@ __device__ __forceinline__ void load_b(const Parameters& p, SharedMemory<N>& sha
   const schedule::Sizes& sizes = shared.data().pass.sizes;
   RingPosition<Shape::works> position(0);
   RingPosition<Shape::stages> ring(0);
-  std::uint32_t loaded = 0;
   while (true) {
     barrier_wait(shared_address(&shared.work_full[position.slot]), position.parity);
     const Work& work = shared.work[position.slot];
@@ -123,6 +122,7 @@ __device__ __forceinline__ void load_b(const Parameters& p, SharedMemory<N>& sha
       }
       barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
       if (elected()) {
+        count_up(shared_address(&shared.loaded_stages), 1);
         const std::uint32_t full = shared_address(&shared.full[ring.slot]);
         std::uint32_t place =
             shared_address(shared.stage[ring.slot]) + (job.stage == Stage::combine ? 0 : Shape::a_bytes);
@@ -159,9 +159,8 @@ __device__ __forceinline__ void load_b(const Parameters& p, SharedMemory<N>& sha
       }
       __syncwarp();
       ring.next();
-      ++loaded;
-      if (elected()) store_count(shared_address(&shared.loaded_steps), loaded);
     }
+    if (job.k_steps < Shape::least_stages && elected()) count_up(shared_address(&shared.loaded_stages), Shape::least_stages - job.k_steps);
   }
 }
 

@@ -28,13 +28,13 @@ __device__ __forceinline__ void release_stage(std::uint32_t empty) {
   if (lane < cluster_blocks) barrier_arrive_at(address_in(lane, empty));
 }
 
-// Zeros in rows `first` and following, up to the next multiple of 16, of `Count` blocks of 64 x 64 in the layout mn_major, by a
+// Zeros in rows `first` and following, up to the next multiple of product_depth, of `Count` blocks of 64 x 64 in the layout mn_major, by a
 // warpgroup: the first `a_blocks` lie at `a`, the others at `b`.
 template <int Count>
 __device__ __forceinline__ void clear_rows(std::uint32_t a, std::uint32_t b, int a_blocks, int first) {
-  static_assert(consumer_threads == 16 * 8);
-  const int thread = thread_now() % consumer_threads, row = first / 16 * 16 + thread / 8;
-  if (row < first || first % 16 == 0) return;
+  static_assert(consumer_threads == product_depth * 8);
+  const int thread = thread_now() % consumer_threads, row = first / product_depth * product_depth + thread / 8;
+  if (row < first) return;
 #pragma unroll
   for (int block = 0; block < Count; ++block) {
     const std::uint32_t place = block < a_blocks ? a + block * mn_block_bytes : b + (block - a_blocks) * mn_block_bytes;
@@ -55,7 +55,7 @@ __device__ __forceinline__ void multiply_stages(SharedMemory<RingN>& shared, Sum
   auto products = [&](std::uint32_t a, int kk) {
 #pragma unroll
     for (int m = 0; m < Blocks; ++m) {
-      product<n, A, B>(sums.value[m], operand_descriptor<A>(a + kk * k_step_bytes<A> + m * 8192),
+      product<n, A, B>(sums.value[m], operand_descriptor<A>(a + kk * k_step_bytes<A> + m * mn_block_bytes),
                        operand_descriptor<B>(a + Shape::a_bytes + kk * k_step_bytes<B>));
     }
   };
@@ -69,7 +69,7 @@ __device__ __forceinline__ void multiply_stages(SharedMemory<RingN>& shared, Sum
     const std::uint32_t a = shared_address(shared.stage[ring.slot]);
     product_fence();
 #pragma unroll
-    for (int kk = 0; kk < depth / 16; ++kk) products(a, kk);
+    for (int kk = 0; kk < depth / product_depth; ++kk) products(a, kk);
     product_commit();
     product_wait<1>();
     give_back_previous();
@@ -78,11 +78,13 @@ __device__ __forceinline__ void multiply_stages(SharedMemory<RingN>& shared, Sum
   if (A == Major::mn && last_rows > 0) {
     barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
     const std::uint32_t a = shared_address(shared.stage[ring.slot]);
-    clear_rows<Blocks + n / 64>(a, a + Shape::a_bytes, Blocks, last_rows);
-    fence_async_shared();
-    named_barrier_sync(barrier_own + (thread_now() - first_consumer) / consumer_threads, consumer_threads);
+    if (last_rows % product_depth != 0) {
+      clear_rows<Blocks + n / 64>(a, a + Shape::a_bytes, Blocks, last_rows);
+      fence_async_shared();
+      named_barrier_sync(barrier_own + (thread_now() - first_consumer) / consumer_threads, consumer_threads);
+    }
 #pragma unroll 1
-    for (int kk = 0; kk < (last_rows + 15) / 16; ++kk) {
+    for (int kk = 0; kk < (last_rows + product_depth - 1) / product_depth; ++kk) {
       product_fence();
       products(a, kk);
       product_commit();

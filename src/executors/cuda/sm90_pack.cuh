@@ -183,7 +183,7 @@ __device__ __forceinline__ void pack_first_rows(const PassData& data, const Peer
 // packed by now. later: of x beside gate_up_dgrad.
 __device__ __forceinline__ TokenOfRow<true> nearest(const PassData& data, const Peers& peers, const schedule::CounterMap& map,
                                                     TokenOfRow<true> token, int row, bool later) {
-  if (!data.first_row || token.is_here(data)) return token;
+  if (!data.first_row || token.rank == static_cast<unsigned>(data.pass.sizes.rank)) return token;
   const FirstRow first(__ldg(data.first_row + peers.first_token[token.rank] + token.token));
   if (first.row() >= row) return token;
   const unsigned long long* counter = data.counters.local + (later ? map.down_dgrad_done : map.gate_up_done) + first.block();
@@ -264,7 +264,7 @@ class Packer {
   }
 
   // Rows first, first + cluster_blocks, .. before last, 32 at most, of x or of dY. They go in pieces, each by a lane, some at a
-  // time: while one lot is stored from where it has come to, the next is on its way.
+  // time ("a lot"): while one lot is stored from where it has come to, the next is on its way.
   template <bool OfX>
   __device__ __forceinline__ void copy(int first, int last) {
     const PassData& data = shared_.data();

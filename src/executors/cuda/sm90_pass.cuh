@@ -27,6 +27,7 @@ using schedule::Stage;
 inline constexpr int threads = 384, first_consumer = 128, consumer_threads = 128;
 inline constexpr int cluster_blocks = 2;
 inline constexpr int rows_per_tile = 128, depth = 64;  // rows of A, k of a stage
+inline constexpr int product_depth = 16;               // k of one product
 // In the order of tiles (schedule/tile_order.hpp), and row blocks that are packed before those of routed experts (sm90_pack.cuh).
 inline constexpr int group_blocks = 192, raster_blocks = 24, first_packed_blocks = 32;
 static_assert(first_packed_blocks >= raster_blocks);
@@ -112,8 +113,9 @@ struct BlockShape {
   static constexpr int works = 4;
   // A pair takes its next tile when it has at most so many stages left to load of those that it has: enough to hide what
   // taking one costs. With more of them the pairs would not be at work on tiles that follow each other in the order, which read
-  // the same rows and weights, and at a pass's end some would have tiles left that others could have begun.
-  static constexpr int lead_stages = 14;
+  // the same rows and weights, and at a pass's end some would have tiles left that others could have begun. A tile counts as
+  // `least_stages` at least, so that these are few tiles, too.
+  static constexpr int lead_stages = 14, least_stages = 5;
   static constexpr int ask_stages = 12;  // before a tile's end what its epilogue reads is asked for
   static constexpr int staging_bytes = 2048;  // of each computing warp: 16 rows of 128 bytes
   static constexpr int pack_bytes = 32768, pack_piece = 4096;  // rows that are packed go through these, in pieces
@@ -141,7 +143,6 @@ struct SharedMemory {
   static constexpr int layout_words = 1000;
   std::int64_t layout_header[layout_words];
   std::int64_t tiles;         // of the pass
-  std::uint32_t loaded_steps;  // of the first block: stages of the ring whose loads are under way, counted since it began
   std::int64_t pulled_parts;  // sm90_pack.cuh; of several ranks
   __device__ const PassData& data() const { return *reinterpret_cast<const PassData*>(data_copy); }
   __device__ const schedule::CounterMap& map() const {
@@ -149,6 +150,7 @@ struct SharedMemory {
   }
   __device__ const Peers& peers() const { return *reinterpret_cast<const Peers*>(peers_copy); }
 
+  std::uint32_t loaded_stages;  // whose B is under way, counted as lead_stages says since the block began; read in the first block
   std::uint32_t moment[2][4];  // of the timeline: what would otherwise take registers of the computing warps
 };
 template <int N>

@@ -98,13 +98,13 @@ __device__ __forceinline__ void barrier_wait_in_cluster(std::uint32_t barrier, s
 __device__ __forceinline__ void store_in_cluster(std::uint32_t address, std::int64_t value) {
   asm volatile("st.shared::cluster.s64 [%0], %1;" ::"r"(address), "l"(value) : "memory");
 }
-// A count that one warp of a block keeps for another, which does without anything that was written before it.
-__device__ __forceinline__ void store_count(std::uint32_t address, std::uint32_t value) {
-  asm volatile("st.relaxed.cta.shared::cta.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+// A count that one warp of a block keeps for another, and that orders nothing else.
+__device__ __forceinline__ void count_up(std::uint32_t address, std::uint32_t by) {
+  asm volatile("red.relaxed.cta.shared::cta.add.u32 [%0], %1;" ::"r"(address), "r"(by) : "memory");
 }
 __device__ __forceinline__ std::uint32_t load_count(std::uint32_t address) {
   std::uint32_t value;
-  asm volatile("ld.relaxed.cta.shared::cta.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  asm volatile("atom.relaxed.cta.shared::cta.or.b32 %0, [%1], 0;" : "=r"(value) : "r"(address) : "memory");
   return value;
 }
 // All threads of all blocks of the cluster.
@@ -176,8 +176,8 @@ __device__ __forceinline__ void tma_prefetch(const CUtensorMap* map, int c0, int
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(c0), "r"(c1)
                : "memory");
 }
-// `bytes` (a multiple of 16) that lie one after the other: in, and out. Stores of a thread
-// belong to groups, which it can wait for: until they have read their source, or until they are done.
+// `bytes` (a multiple of 16) that lie one after the other, in and out. Stores of a thread belong to groups, which it can wait
+// for: until they have read their source, or until they are done.
 __device__ __forceinline__ void bulk_load(std::uint32_t destination, const void* source, std::uint32_t bytes,
                                           std::uint32_t barrier) {
   asm volatile(

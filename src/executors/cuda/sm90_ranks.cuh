@@ -17,9 +17,6 @@ struct TokenOfRow {
     token = route / static_cast<unsigned>(data.pass.sizes.top_k);
     if constexpr (Ranks) rank = row < last ? data.row_rank[row] : 0;
   }
-  __device__ __forceinline__ bool is_here(const PassData& data) const {
-    return !Ranks || rank == static_cast<unsigned>(data.pass.sizes.rank) || rank == Peers::packed;
-  }
   // That of another lane.
   __device__ __forceinline__ TokenOfRow of_lane(int lane) const {
     TokenOfRow other = *this;

@@ -261,7 +261,7 @@ __device__ __forceinline__ void take_tiles(SharedMemory<N>& shared, int lane) {
     return lane == 0 ? atomicAdd(data.counters.control + PassCounters::next_tile, 1ull) : 0ull;
   };
   unsigned long long taken = take();
-  std::uint32_t taken_steps = 0;
+  std::uint32_t taken_stages = 0;
   await_descriptions(data, tiles);
   std::int64_t index = 0;
   while (index >= 0) {
@@ -270,7 +270,7 @@ __device__ __forceinline__ void take_tiles(SharedMemory<N>& shared, int lane) {
       index = -1;
     } else {
       const TileDescription& tile = table[index];
-      taken_steps += static_cast<std::uint32_t>(__ldcg(&tile.k_steps));
+      taken_stages += max(__ldcg(&tile.k_steps), SharedMemory<N>::Shape::least_stages);
       const int4 local = __ldcg(reinterpret_cast<const int4*>(&tile.awaited));
       const int4 arrivals = __ldcg(reinterpret_cast<const int4*>(&tile.arrival));
       auto arrived = [&](int counter, std::uint32_t target) {
@@ -293,8 +293,10 @@ __device__ __forceinline__ void take_tiles(SharedMemory<N>& shared, int lane) {
     }
     __syncwarp();
     if (index >= 0) {
-      const std::uint32_t loaded_steps = shared_address(&shared.loaded_steps);
-      while (static_cast<int>(taken_steps - load_count(loaded_steps)) > SharedMemory<N>::Shape::lead_stages) __nanosleep(64);
+      if (lane == 0) {
+        const std::uint32_t loaded_stages = shared_address(&shared.loaded_stages);
+        while (static_cast<int>(taken_stages - load_count(loaded_stages)) > SharedMemory<N>::Shape::lead_stages) __nanosleep(64);
+      }
       __syncwarp();
       taken = take();
     }
