@@ -1,4 +1,8 @@
 // The whole layer through its C++ interface: right against the fp64 reference, and the same bits however it is run.
+#include <algorithm>
+#include <atomic>
+
+#include "executors/cpu/thread_pool.hpp"
 #include "tests/layer_fixture.hpp"
 
 namespace moelith {
@@ -157,6 +161,29 @@ TEST(Ranks, MatchTheReferenceWithLosses) {
     p.upstream.aux_loss = ones(4, 0.7);
     p.upstream.z_loss = ones(4, -0.3);
     expect_right(p, run(p, options), options, "configuration " + std::to_string(n));
+  }
+}
+
+// Without a number of their own, ranks that may use the same processors take an even share of them, and one worker at least.
+TEST(Ranks, ShareTheProcessorsOfTheHost) {
+  const int processors = executors::cpu::available_processors().count;
+  ASSERT_GE(processors, 1);
+  Random random(4);
+  const Problem p = random_problem(random_config(random, DataType::float32), 120, 5);
+  for (const std::size_t ranks : {2, 3}) {
+    std::atomic<int> most{-1};
+    RunOptions options;
+    options.tokens_of_rank.assign(ranks, 120 / static_cast<std::int64_t>(ranks));
+    options.workers = 0;
+    options.timeline = true;
+    options.after_backward = [&](const Plan& plan) {
+      for (const TileSpan& span : plan.timeline()) {
+        for (int seen = most; seen < span.worker && !most.compare_exchange_weak(seen, span.worker);) {}
+      }
+    };
+    run(p, options);
+    EXPECT_GE(most, 0);
+    EXPECT_LT(most, std::max(1, processors / static_cast<int>(ranks)));
   }
 }
 

@@ -20,8 +20,9 @@ struct PlanOptions {
   std::int64_t max_tokens = 0;      // the largest T of any call on this rank; 0 is allowed (then every call has T = 0)
   DeviceKind device = DeviceKind::cpu;
   int workers = 0;                  // CPU threads, or SMs of the GPU (which work in pairs: at least 2, an even number), up
-                                    // to limits::workers; 0: all that the process may use. Ranks that share a GPU
-                                    // have an equal share of its SMs each, and never more
+                                    // to limits::workers; 0: all that the process may use, where ranks of the group that
+                                    // may use the same processors share them evenly. Ranks that share a GPU have an equal
+                                    // share of its SMs each, and never more
   bool recompute = false;           // keep x and the routing table only; backward runs gate_up again
   // Several ranks: how many routed rows a rank's buffers have room for, as a multiple of those that a balanced routing
   // brings it: factor x T x k, where T is the mean of the ranks' max_tokens (with experts spread unevenly T x k x R x L /

@@ -242,7 +242,8 @@ typedef struct moelith_plan_options {
   size_t struct_size;
   int64_t max_tokens;     /* the largest T of any call */
   int32_t device;
-  int32_t workers;        /* CPU threads, or SMs of the GPU; 0: all that the process may use */
+  int32_t workers;        /* CPU threads, or SMs of the GPU; 0: all that the process may use, evenly among ranks that may use
+                             the same */
   int32_t recompute;      /* flag: keep x and the routing table only; backward runs gate_up again */
   int32_t tile_columns;   /* results do not depend on it; 0: chosen by the plan */
   uint64_t shuffle_seed;  /* results do not depend on it; 0: tiles in order */

@@ -151,7 +151,8 @@ class PlanOptions:
 
     max_tokens: the largest number of tokens of any call on this rank. None, allowed for a group of one rank only: as
         many as come (plans are made for 64, 128, 256, ... tokens as needed).
-    workers: CPU threads, or SMs of the GPU; 0: all that the process may use.
+    workers: CPU threads, or SMs of the GPU; 0: all that the process may use, shared evenly by those ranks of the group
+        that may use the same.
     recompute: keep x and the routing table only; backward runs gate_up again.
     receive_capacity_factor: several ranks: the routed rows that buffers have room for, as a multiple of those that a
         balanced routing brings a rank; rows beyond are worked through in rounds. 0: chosen by the plan, 1.25 on

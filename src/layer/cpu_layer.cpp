@@ -56,7 +56,8 @@ class CpuLayer final : public DeviceLayer {
  public:
   explicit CpuLayer(const Plan::Impl& plan)
       : plan_(plan), config_(plan.config), activation_(plan.config.activation), shared_count_(plan.config.shared_experts.size()) {
-    workers_ = plan.options.workers > 0 ? plan.options.workers : executors::cpu::available_workers();
+    const int share = share_of_processors();  // collective, whatever this rank's number is
+    workers_ = plan.options.workers > 0 ? plan.options.workers : share;
     executors::cpu::instruction_set();  // a wrong choice is refused here and not by a worker
     tile_ = choose_tiles();
     saved_mark_ = Fingerprint().add(plan.saved_mark).add(tile_.row_block).value();  // row blocks lie in the buffer too
@@ -228,6 +229,15 @@ class CpuLayer final : public DeviceLayer {
   }
 
  private:
+  // Collective where there are several ranks: those that may use the same processors share them evenly.
+  int share_of_processors() const {
+    const executors::cpu::Processors mine = executors::cpu::available_processors();
+    if (plan_.options.group.size() == 1) return mine.count;
+    const auto all = plan_.transport().all_gather(static_cast<std::int64_t>(mine.which));
+    const auto sharing = std::count(all.begin(), all.end(), static_cast<std::int64_t>(mine.which));
+    return std::max(1, mine.count / static_cast<int>(sharing));
+  }
+
   schedule::TileShape choose_tiles() const {
     const bool several = plan_.options.group.size() > 1;
     std::int64_t tokens = plan_.options.max_tokens;

@@ -33,17 +33,18 @@
 
 namespace moelith::schedule {
 
-// The expert that has row block `block`, counted over all of them: the last one with block_begin <= block.
-MOELITH_HD inline std::int32_t expert_of_block(const std::int64_t* block_begin, std::int32_t experts, std::int64_t block) {
-  std::int32_t low = 0, high = experts;
+// Of `count` that follow each other, from begin[0] on, the last that begins at `position` or before.
+MOELITH_HD inline std::int32_t last_begun(const std::int64_t* begin, std::int32_t count, std::int64_t position) {
+  std::int32_t low = 0, high = count;
   while (high - low > 1) {
     const std::int32_t middle = (low + high) >> 1;
-    if (block_begin[middle] <= block) low = middle; else high = middle;
+    if (begin[middle] <= position) low = middle; else high = middle;
   }
   return low;
 }
+// The expert that has row block `block`, counted over all of them.
 MOELITH_HD inline std::int32_t expert_of_block(const Pass& pass, std::int64_t block) {
-  return expert_of_block(pass.layout.block_begin, pass.sizes.local_experts, block);
+  return last_begun(pass.layout.block_begin, pass.sizes.local_experts, block);
 }
 
 // Stages over the same row blocks, one a group of blocks behind the other: segment s runs stage i on group s - i. So a
@@ -80,7 +81,7 @@ struct Pipeline {
     raster_begin = begin, raster_end = end;
     if (raster == 0) return;
     if (block_begin) {
-      const std::int32_t expert = expert_of_block(block_begin, experts, first + block);
+      const std::int32_t expert = last_begun(block_begin, experts, first + block);
       begin = max_of(begin, block_begin[expert] - first), end = min_of(end, block_begin[expert + 1] - first);
     }
     const std::int64_t size = ceil_div(end - begin, ceil_div(end - begin, raster));

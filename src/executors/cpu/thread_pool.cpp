@@ -110,10 +110,16 @@ std::shared_ptr<ThreadPool> ThreadPool::acquire(int workers) {
   });
 }
 
-int available_workers() {
+Processors available_processors() {
   cpu_set_t set;
-  if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
-  return static_cast<int>(std::thread::hardware_concurrency() > 0 ? std::thread::hardware_concurrency() : 1);
+  if (sched_getaffinity(0, sizeof set, &set) == 0) {
+    Processors found{CPU_COUNT(&set), 0};
+    for (int i = 0; i < CPU_SETSIZE; ++i) {
+      if (CPU_ISSET(i, &set)) found.which = (found.which ^ static_cast<std::uint64_t>(i + 1)) * 1099511628211ull;
+    }
+    return found;
+  }
+  return {static_cast<int>(std::thread::hardware_concurrency() > 0 ? std::thread::hardware_concurrency() : 1), 0};
 }
 
 }  // namespace moelith::executors::cpu

@@ -1,6 +1,7 @@
 // Threads that run one function together, again and again.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 
@@ -26,7 +27,12 @@ class ThreadPool {
   std::unique_ptr<State> state_;
 };
 
-// Processors that this process may use.
-int available_workers();
+// Processors that the calling thread may use: how many, and a number for which ones they are. Those with the same number use the
+// same, and others almost surely not.
+struct Processors {
+  int count = 1;
+  std::uint64_t which = 0;
+};
+Processors available_processors();
 
 }  // namespace moelith::executors::cpu

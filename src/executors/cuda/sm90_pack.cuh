@@ -61,7 +61,7 @@ struct BlockRange {
 // other round in the same place.
 __device__ inline std::int32_t round_of_block(const schedule::Pass& pass, std::int64_t block) {
   if (!pass.sizes.has_rounds()) return 0;
-  return schedule::expert_of_block(pass.layout.round_block, pass.rounds(), block);  // the last that begins there or before
+  return schedule::last_begun(pass.layout.round_block, pass.rounds(), block);
 }
 __device__ inline std::int64_t packed_from(const schedule::Pass& pass, std::int32_t round) {
   return pass.sizes.has_rounds() ? round % 2 * pass.sizes.round_rows - pass.layout.round_row[round] : 0;
