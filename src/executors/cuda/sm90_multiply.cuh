@@ -28,8 +28,8 @@ __device__ __forceinline__ void release_stage(std::uint32_t empty) {
   if (lane < cluster_blocks) barrier_arrive_at(address_in(lane, empty));
 }
 
-// Zeros in rows `first` and following, up to the next multiple of product_depth, of `Count` blocks of 64 x 64 in the layout mn_major, by a
-// warpgroup: the first `a_blocks` lie at `a`, the others at `b`.
+// Zeros in rows `first` and following, up to the next multiple of product_depth, of `Count` blocks of 64 x 64 in the layout
+// mn_major, by a warpgroup: the first `a_blocks` lie at `a`, the others at `b`.
 template <int Count>
 __device__ __forceinline__ void clear_rows(std::uint32_t a, std::uint32_t b, int a_blocks, int first) {
   static_assert(consumer_threads == product_depth * 8);
@@ -83,6 +83,7 @@ __device__ __forceinline__ void multiply_stages(SharedMemory<RingN>& shared, Sum
       fence_async_shared();
       named_barrier_sync(barrier_own + (thread_now() - first_consumer) / consumer_threads, consumer_threads);
     }
+    // A fence before each: with one in front of the loop the compiler lets every product of the kernel wait for the one before.
 #pragma unroll 1
     for (int kk = 0; kk < (last_rows + product_depth - 1) / product_depth; ++kk) {
       product_fence();
