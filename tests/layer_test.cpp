@@ -166,7 +166,7 @@ TEST(Ranks, MatchTheReferenceWithLosses) {
 
 // Without a number of their own, ranks that may use the same processors take an even share of them, and one worker at least.
 TEST(Ranks, ShareTheProcessorsOfTheHost) {
-  const int processors = executors::cpu::available_processors().count;
+  const int processors = executors::cpu::available_workers();
   ASSERT_GE(processors, 1);
   Random random(4);
   const Problem p = random_problem(random_config(random, DataType::float32), 120, 5);

@@ -62,7 +62,7 @@ int run_info(const Streams& streams, bool json) {
   }
   const Json result{{"version", version()},
                     {"processor", value_in("/proc/cpuinfo", "model name")},
-                    {"threads", cpu::available_processors().count},
+                    {"threads", cpu::available_workers()},
                     {"memory", value_in("/proc/meminfo", "MemTotal")},
                     {"instruction_sets", sets},
                     {"instruction_set_used", used},
@@ -73,7 +73,7 @@ int run_info(const Streams& streams, bool json) {
   }
   fmt::print(streams.out, "moelith {}\n\n", version());
   fmt::print(streams.out, "processor         {}\n", result["processor"].get<std::string>());
-  fmt::print(streams.out, "threads           {} (all that this process may use)\n", cpu::available_processors().count);
+  fmt::print(streams.out, "threads           {} (all that this process may use)\n", cpu::available_workers());
   fmt::print(streams.out, "memory            {}\n", result["memory"].get<std::string>());
   std::string names;
   for (const Json& name : sets) names += (names.empty() ? "" : ", ") + name.get<std::string>();

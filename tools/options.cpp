@@ -125,7 +125,7 @@ void add_shrink_option(CLI::App& command, std::int64_t& shrink) {
 }
 
 int threads_of(const RunOptions& options) {
-  return options.threads > 0 ? options.threads : executors::cpu::available_processors().count;
+  return options.threads > 0 ? options.threads : executors::cpu::available_workers();
 }
 
 void add_json_option(CLI::App& command, bool& json) {

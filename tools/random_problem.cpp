@@ -23,7 +23,7 @@ using numerics::bfloat16;
 // Calls f(begin, end) for parts of [0, count) on all threads.
 template <class F>
 void in_parallel(std::int64_t count, F f) {
-  const std::int64_t threads = std::clamp<std::int64_t>(count >> 16, 1, executors::cpu::available_processors().count);
+  const std::int64_t threads = std::clamp<std::int64_t>(count >> 16, 1, executors::cpu::available_workers());
   std::vector<std::thread> others;
   for (std::int64_t i = 1; i < threads; ++i) {
     others.emplace_back([=] { f(count * i / threads, count * (i + 1) / threads); });

@@ -153,7 +153,7 @@ int run_schedule(const Streams& streams, const ScheduleOptions& o) {
   }
   const bool cpu = device_kind(o.run.device) == DeviceKind::cpu;
   int workers = o.workers > 0 ? o.workers : o.run.threads;
-  if (workers == 0) workers = cpu ? executors::cpu::available_processors().count : 132;
+  if (workers == 0) workers = cpu ? executors::cpu::available_workers() : 132;
   const WorkerSpeed speed = speed_of(o);
   const auto element = static_cast<std::int64_t>(size_of(config.dtype));
   const auto cost = [&](const Pass& pass, const schedule::Tile& tile) {

@@ -231,11 +231,14 @@ class CpuLayer final : public DeviceLayer {
  private:
   // Collective where there are several ranks: those that may use the same processors share them evenly.
   int share_of_processors() const {
-    const executors::cpu::Processors mine = executors::cpu::available_processors();
-    if (plan_.options.group.size() == 1) return mine.count;
-    const auto all = plan_.transport().all_gather(static_cast<std::int64_t>(mine.which));
-    const auto sharing = std::count(all.begin(), all.end(), static_cast<std::int64_t>(mine.which));
-    return std::max(1, mine.count / static_cast<int>(sharing));
+    const std::vector<int> mine = executors::cpu::available_processors();
+    const int count = static_cast<int>(mine.size());
+    if (plan_.options.group.size() == 1) return count;
+    Fingerprint which;
+    for (const int number : mine) which.add(number);
+    const auto print = static_cast<std::int64_t>(which.value());
+    const auto all = plan_.transport().all_gather(print);
+    return std::max(1, count / static_cast<int>(std::count(all.begin(), all.end(), print)));
   }
 
   schedule::TileShape choose_tiles() const {

@@ -3,8 +3,10 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <mutex>
+#include <numeric>
 #include <string>
 #include <system_error>
 #include <thread>
@@ -110,16 +112,20 @@ std::shared_ptr<ThreadPool> ThreadPool::acquire(int workers) {
   });
 }
 
-Processors available_processors() {
+std::vector<int> available_processors() {
   cpu_set_t set;
+  std::vector<int> numbers;
   if (sched_getaffinity(0, sizeof set, &set) == 0) {
-    Processors found{CPU_COUNT(&set), 0};
     for (int i = 0; i < CPU_SETSIZE; ++i) {
-      if (CPU_ISSET(i, &set)) found.which = (found.which ^ static_cast<std::uint64_t>(i + 1)) * 1099511628211ull;
+      if (CPU_ISSET(i, &set)) numbers.push_back(i);
     }
-    return found;
+  } else {
+    numbers.resize(std::max(1u, std::thread::hardware_concurrency()));
+    std::iota(numbers.begin(), numbers.end(), 0);
   }
-  return {static_cast<int>(std::thread::hardware_concurrency() > 0 ? std::thread::hardware_concurrency() : 1), 0};
+  return numbers;
 }
+
+int available_workers() { return static_cast<int>(available_processors().size()); }
 
 }  // namespace moelith::executors::cpu

@@ -1,9 +1,9 @@
 // Threads that run one function together, again and again.
 #pragma once
 
-#include <cstdint>
 #include <functional>
 #include <memory>
+#include <vector>
 
 namespace moelith::executors::cpu {
 
@@ -27,12 +27,8 @@ class ThreadPool {
   std::unique_ptr<State> state_;
 };
 
-// Processors that the calling thread may use: how many, and a number for which ones they are. Those with the same number use the
-// same, and others almost surely not.
-struct Processors {
-  int count = 1;
-  std::uint64_t which = 0;
-};
-Processors available_processors();
+// Numbers of the processors that the calling thread may use, and how many they are.
+std::vector<int> available_processors();
+int available_workers();
 
 }  // namespace moelith::executors::cpu
